@@ -1,0 +1,946 @@
+"""Have the target, served by a patched SGLang, compute the hidden states of every response, and keep them as safetensors.
+
+    python3 -u 03_extract.py --data-dir responses/ --base-url http://127.0.0.1:30000 --output-dir hidden_states/ \
+      --concurrency 32 --max-length 4096 --verify --verifier-path /shared/kimi-k2.5-int4 > extract.log 2>&1 &
+
+The server: patches/sglang_patch.py apply, then start it with EAGLE3_CAPTURE_DIR=<output-dir>/.incoming EAGLE3_CAPTURE_LAYERS=3,31,59
+and --disable-radix-cache. It sees this machine's output folder (one machine, or a shared file system). It writes each sample whole;
+this script sends the token ids, checks what arrives and renames it into place.
+
+Reads   responses/ (part-*.jsonl, manifest.json); with --verify, lm_head and the final norm of --verifier-path
+Writes  <output-dir>/<2 hex>/<id>.safetensors, index.jsonl, landed.jsonl (journal), quarantine.jsonl, verify.json, manifest.json (last)
+Size    8 * hidden_size * bytes per element + 5 bytes a token: 57,349 for Kimi-K2.5, 5.0 TB for 87.8M tokens. Time: the prefill's.
+Stop it any way, at any time; the same command goes on. Exit 2 with one line for what you can mend (server away, disk full, ...).
+Legend: T tokens of a sample, H hidden size, K positions checked.
+"""
+import argparse
+import collections
+import ctypes
+import errno
+import fcntl
+import hashlib
+import http.client
+import importlib.metadata
+import json
+import os
+import queue
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import yaml
+
+STAGE = "03_extract"
+SCHEMA = 1
+
+# ---- The block below is the same in every numbered script; tests/test_scripts.py compares the copies ----
+CONFIG_SECTIONS = {"run_dir", "target", "generate", "build_vocab", "extract", "train", "benchmark", "servers"}
+
+
+class UserError(Exception):
+    """Bad input or configuration. The message says what, where and what to do; the script ends with exit code 2."""
+
+
+def log(event: str) -> None:
+    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {STAGE[3:]} {event}", flush=True)
+
+
+def read_config(path: Path) -> dict:
+    """The run's YAML file with `{run_dir}` and `{target}` filled in. Raises UserError."""
+    try:
+        document = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not a readable YAML file ({' '.join(str(error).split())}).") from None
+    if not isinstance(document, dict) or not set(document) <= CONFIG_SECTIONS:
+        unknown = sorted(set(document) - CONFIG_SECTIONS) if isinstance(document, dict) else document
+        raise UserError(f"{path}: unknown section {unknown}; known: {sorted(CONFIG_SECTIONS)}.")
+    names = {f"{{{key}}}": str(document.get(key, "")) for key in ("run_dir", "target")}
+
+    def fill(value):
+        if isinstance(value, dict):
+            return {key: fill(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        for name, text in names.items():
+            value = value.replace(name, text) if isinstance(value, str) else value
+        return value
+
+    return fill(document)
+
+
+def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> argparse.Namespace:
+    """Flags, over `section` of the --config file, over the defaults. An unknown key is a UserError."""
+    def fail(message):
+        raise UserError(f"{message}. See --help.")
+
+    parser.error = fail
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help=f"run file; its section `{section}` holds flags")
+    probe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    probe.add_argument("--config", type=Path)
+    path, tokens = probe.parse_known_args(argv)[0].config, []
+    actions = {option[2:]: action for action in parser._actions for option in action.option_strings}
+    for key, value in ((read_config(path).get(section) or {}) if path else {}).items():
+        if key not in actions or key in ("config", "help"):
+            raise UserError(f"{path}: {section}.{key} is not a flag of {STAGE}.py. See --help.")
+        if value is None or any(word.split("=")[0] in actions[key].option_strings for word in argv):
+            continue  # the command line wins
+        if isinstance(value, bool) and actions[key].choices:
+            value = "on" if value else "off"  # what YAML makes of an unquoted on or off
+        if isinstance(value, bool):
+            tokens += [f"--{key}"] if value else [f"--no-{key}"] if f"no-{key}" in actions else []
+        elif isinstance(value, list):
+            repeated = isinstance(actions[key], argparse._AppendAction)
+            tokens += [f"--{key}={item}" for item in value] if repeated else [f"--{key}", *map(str, value)]
+        else:
+            tokens.append(f"--{key}={value}")
+    return parser.parse_args(tokens + argv)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the rename itself must survive a power cut
+    os.close(folder)
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(folder: Path, stage: str) -> dict:
+    """The manifest.json that `stage` wrote last into `folder`, so: the folder is complete. Raises UserError."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError):
+        raise UserError(f"{folder}: no readable manifest.json, so {stage} has not finished there. Run {stage}.py first.") from None
+    if manifest.get("stage") != stage or manifest.get("schema") != SCHEMA:
+        raise UserError(f"{folder}: written by {manifest.get('stage')} (schema {manifest.get('schema')}), "
+                        f"expected {stage} (schema {SCHEMA}). Name the right folder.")
+    return manifest
+
+
+def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
+    """Lock `folder` for this process and refuse what another config began there (`stage.json`). Keep the handle open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it when the process dies, however it dies
+    except BlockingIOError:
+        raise UserError(f"{folder}: another process is writing there. Wait for it, or use another folder.") from None
+    fixed = json.loads(json.dumps({key: value for key, value in config.items() if key not in may_change}, default=str))
+    path = folder / "stage.json"
+    old = json.loads(path.read_text()) if path.exists() else fixed
+    differs = [f"{key}: {old.get(key)!r} there, {fixed.get(key)!r} now"
+               for key in sorted(old.keys() | fixed.keys()) if old.get(key) != fixed.get(key)]
+    if differs:
+        raise UserError(f"{folder}: begun with another config ({'; '.join(differs)}). Use the old values or another folder.")
+    write_atomic(path, json.dumps(fixed, indent=1, sort_keys=True) + "\n")
+    return lock
+
+
+def run(main) -> None:
+    """Call main(argv); bad input ends in one line and exit code 2, Ctrl-C in 130, anything else in a traceback and 1."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"{STAGE}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{STAGE}: interrupted. The same command goes on from here.", file=sys.stderr, flush=True)
+        sys.exit(130)
+# ---- end of the common block ----
+
+ID = re.compile(r"[A-Za-z0-9._-]{1,120}")
+FACTS = ("target", "capture_layers", "sglang_version", "patch_hash", "dtype", "hidden_size")  # the same in every file of a folder
+ELEMENT = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
+ATTEMPTS = 3          # of one sample, where the server answered
+DEATHS = 5            # of servers while they had one sample: perhaps because of it
+FIRST_FILE_S = 30.0   # after the first answer: the server writes within a second
+NEXT_FILE_S = 180.0   # without any file: a disk that is merely slow still finishes some
+NEXT_TOKEN_SHARE = 0.9  # of samples whose last state must give the token the engine itself chose (bf16 ties allow for the rest)
+NORM_TOLERANCE = 0.1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data-dir", type=Path, help="responses/ of 01_generate (needed)")
+    add("--output-dir", type=Path, help="hidden_states/ (needed)")
+    add("--base-url", action="append", help="a patched SGLang server; repeat for several (needed)")
+    add("--capture-dir", type=Path, help="the servers' EAGLE3_CAPTURE_DIR (default: <output-dir>/.incoming)")
+    add("--concurrency", type=int, default=32, help="requests in flight, over all servers")
+    add("--max-length", type=int, default=0, metavar="T", help="cut longer samples to their first T tokens, and say so (0: never cut)")
+    add("--limit", type=int, default=0, help="only the first N samples (0: all)")
+    add("--server-wait", type=float, default=1800, metavar="S", help="how long all servers may be away (a restart) before this gives up")
+    add("--request-timeout", type=float, default=900, metavar="S")
+    add("--max-failed", type=float, default=0.01, metavar="SHARE", help="stop when more than this share of the samples is quarantined")
+    add("--disk-check", action=argparse.BooleanOptionalAction, default=True, help="refuse to begin what does not fit on the disk")
+    add("--log-interval", type=float, default=10, metavar="S")
+    add("--verify", action="store_true", help="afterwards, or on a complete folder: re-read and check everything")
+    add("--verifier-path", type=Path, metavar="DIR", help="the target's folder: --verify then also recomputes greedy tokens")
+    add("--verify-positions", type=int, default=64, metavar="K", help="response positions a sample to recompute (0: all)")
+    add("--verify-workers", type=int, default=min(8, os.cpu_count() or 1))
+    add("--min-agreement", type=float, default=0.2, metavar="SHARE",
+        help="--verify: least share of a sample's checked response tokens that the target would choose greedily")
+    add("--redo-failed", action="store_true", help="first drop the samples that the last --verify found bad, and those in quarantine")
+    return parser
+
+
+# ---- Samples and files ----
+@dataclass(slots=True)
+class Sample:
+    """Where a response stands; its ids are read again when they are sent, so that millions of samples need little memory."""
+    id: str
+    file: int       # index of the part file
+    offset: int     # of the row, bytes
+    prompt_len: int
+    tokens: int     # T, after --max-length
+    truncated: bool
+
+
+def read_samples(parts: list[Path], max_length: int, limit: int) -> tuple[list[Sample], collections.Counter]:
+    """All samples in file order, and how many were dropped, by reason. Raises UserError naming the line."""
+    samples, seen, dropped = [], set(), collections.Counter()
+    for number, path in enumerate(parts):
+        with open(path, "rb") as file:
+            offset, line = 0, 0
+            for raw in file:
+                line += 1
+                try:
+                    row = json.loads(raw)
+                    sample_id, prompt, response = row["id"], row["prompt_ids"], row["response_ids"]
+                    assert isinstance(sample_id, str) and all(isinstance(token, int) and token >= 0 for token in prompt + response)
+                except (ValueError, KeyError, TypeError, AssertionError):
+                    raise UserError(f"{path}:{line}: no row with id, prompt_ids and response_ids. Run 01_generate.py again.") from None
+                if not ID.fullmatch(sample_id) or sample_id in seen:
+                    raise UserError(f"{path}:{line}: id {sample_id!r} is {'there twice' if sample_id in seen else 'no safe file name'}. "
+                                    "Run 01_generate.py again.")
+                seen.add(sample_id)
+                full = len(prompt) + len(response)
+                tokens = min(full, max_length) if max_length else full
+                if not response:
+                    dropped["empty response"] += 1
+                elif tokens <= len(prompt):
+                    dropped["prompt fills --max-length"] += 1
+                else:
+                    samples.append(Sample(sample_id, number, offset, len(prompt), tokens, tokens < full))
+                offset += len(raw)
+                if limit and len(samples) == limit:
+                    return samples, dropped
+    return samples, dropped
+
+
+def read_ids(part: Path, sample: Sample) -> list[int]:
+    with open(part, "rb") as file:
+        file.seek(sample.offset)
+        row = json.loads(file.readline())
+    return (row["prompt_ids"] + row["response_ids"])[:sample.tokens]
+
+
+def sample_path(folder: Path, sample_id: str) -> Path:
+    return folder / hashlib.sha256(sample_id.encode()).hexdigest()[:2] / f"{sample_id}.safetensors"
+
+
+def read_header(path: Path) -> tuple[dict, int]:
+    """(header, where the data begin) of a safetensors file. Raises ValueError saying what is wrong, OSError."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length < 1 << 20:
+            raise ValueError("no safetensors header")
+        header = json.loads(file.read(length))
+        size = os.fstat(file.fileno()).st_size
+    try:
+        end = max(tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__")
+        header["__metadata__"]["checksum"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError("no tensors or no metadata in its header") from None
+    if size != 8 + length + end:
+        raise ValueError(f"{size} bytes, its header says {8 + length + end}")
+    return header, 8 + length
+
+
+def check_header(header: dict, sample: Sample, facts: dict | None) -> dict:
+    """The facts (FACTS) a file states. Raises ValueError when it is not `sample`, or not of the folder's `facts`."""
+    metadata, T = header["__metadata__"], sample.tokens
+    try:
+        dtype, (_, width) = header["last_hidden_states"]["dtype"], header["last_hidden_states"]["shape"]
+        shapes = {name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+        found = {**{fact: metadata[fact] for fact in FACTS if fact != "hidden_size"}, "hidden_size": width}
+        found["capture_layers"] = [int(layer) for layer in metadata["capture_layers"].split(",")]
+        identity = (metadata["schema"], metadata["id"], metadata["prompt_len"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its header lacks {error}") from None
+    if identity != (str(SCHEMA), sample.id, str(sample.prompt_len)):
+        raise ValueError(f"is {identity} (schema, id, prompt_len), expected {(str(SCHEMA), sample.id, str(sample.prompt_len))}")
+    expected = {"aux_hidden_states": (dtype, [T, 3 * width]), "last_hidden_states": (dtype, [T, width]), "input_ids": ("I32", [T]),
+                "loss_mask": ("U8", [T])}
+    if shapes != expected or ELEMENT.get(dtype, ("", 0))[0] != found["dtype"]:
+        raise ValueError(f"has tensors {shapes}, expected {expected}")
+    if facts is not None and found != facts:
+        differs = ", ".join(f"{fact} {found[fact]} (the folder: {facts[fact]})" for fact in FACTS if found[fact] != facts[fact])
+        raise ValueError(f"was captured with another {differs}")
+    return found
+
+
+class Journal:
+    """landed.jsonl: what lies in place. A sample counts when its line and its file agree; lines are only ever appended.
+
+    The line is written before the file is renamed into place, so that no file stands there without one.
+    """
+
+    def __init__(self, folder: Path):
+        self.path, self.lock = folder / "landed.jsonl", threading.Lock()
+        self.rows: dict[str, dict] = {}
+        self.facts: dict | None = None
+        good = 0
+        if self.path.exists():
+            with open(self.path, "rb") as file:
+                for raw in file:
+                    try:
+                        row = json.loads(raw)
+                    except ValueError:
+                        break
+                    if not raw.endswith(b"\n"):
+                        break  # torn by a kill
+                    good += len(raw)
+                    self.take(row)
+        self.file = open(self.path, "ab")
+        self.file.truncate(good)
+
+    def take(self, row: dict) -> None:
+        if "facts" in row:
+            self.facts = row["facts"]
+        elif row.get("redo"):
+            self.rows.pop(row["id"], None)
+        else:
+            self.rows[row["id"]] = row
+
+    def add(self, row: dict) -> None:
+        with self.lock:
+            self.take(row)
+            self.file.write(json.dumps(row).encode() + b"\n")
+            self.file.flush()
+
+    def sync(self) -> None:
+        with self.lock:
+            os.fsync(self.file.fileno())
+
+
+def landed(journal: Journal, folder: Path, sample: Sample) -> bool:
+    """Whether `sample` lies in place: journal and file agree on size, facts and checksum (that of its header; --verify computes it)."""
+    row, path = journal.rows.get(sample.id), sample_path(folder, sample.id)
+    if row is None or row["tokens"] != sample.tokens or not path.exists():
+        return False
+    try:
+        header, _ = read_header(path)
+        check_header(header, sample, journal.facts)
+        if header["__metadata__"]["checksum"] != row["checksum"]:
+            raise ValueError("its checksum is not the one written down")
+    except ValueError as error:
+        log(f"{path}: {error}: extracting it again")
+        return False
+    return True
+
+
+# ---- Servers ----
+class Server:
+    """One --base-url. `epoch` counts how often it was found away: a file asked for before will not come any more."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        parts = urllib.parse.urlsplit(self.url)
+        try:
+            self.host, self.port = parts.hostname, parts.port or 80
+        except ValueError:
+            self.host = None
+        if parts.scheme != "http" or not self.host:
+            raise UserError(f"--base-url {url}: expected http://HOST:PORT.")
+        self.away_since: float | None = None
+        self.epoch = self.in_flight = 0
+
+    def probe(self) -> None:
+        """Whether somebody listens; a restarted server listens again only when its model is loaded."""
+        try:
+            socket.create_connection((self.host, self.port), 5).close()
+            if self.away_since is not None and self.ask("GET", "/health", None, 30)[0] == 200:
+                log(f"{self.url} is back after {time.monotonic() - self.away_since:.0f} s")
+                self.away_since = None
+        except (OSError, http.client.HTTPException) as error:
+            self.lost(error)
+
+    def lost(self, error: Exception) -> None:
+        if self.away_since is None:
+            self.away_since, self.epoch = time.monotonic(), self.epoch + 1
+            log(f"{self.url} is away ({type(error).__name__}: {error}): waiting for it")
+
+    def ask(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
+        """(status, body). Raises OSError, HTTPException."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+
+class Quarantined(Exception):
+    """This sample cannot be extracted. args: reason (one of few), detail."""
+
+
+class Retry(Exception):
+    """The server asks to send the sample again."""
+
+
+class Extraction:
+    """The samples on their way: worker threads take them from `work`; `stop` holds what ends the run."""
+
+    def __init__(self, args, parts: list[Path], servers: list[Server], journal: Journal, folder: Path, incoming: Path):
+        self.args, self.parts, self.servers, self.journal, self.folder, self.incoming = args, parts, servers, journal, folder, incoming
+        # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
+        self.run = f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-{os.getpid()}-{int(time.time())}"
+        self.work: queue.SimpleQueue = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.stop: BaseException | None = None
+        self.last_file: float | None = None
+        self.tokens = self.bytes = self.active = 0
+        self.quarantine_path = folder / "quarantine.jsonl"
+        self.quarantine: dict[str, str] = {}
+        if self.quarantine_path.exists():
+            for line in self.quarantine_path.read_text().splitlines():
+                try:
+                    row = json.loads(line)
+                    self.quarantine[row["id"]] = row["reason"]
+                except ValueError:
+                    pass  # torn by a kill: that sample is tried again
+
+    def worker(self) -> None:
+        while self.stop is None:
+            try:
+                sample = self.work.get_nowait()
+            except queue.Empty:
+                return
+            with self.lock:
+                self.active += 1
+            try:
+                self.extract(sample)
+            except Quarantined as error:
+                reason, detail = error.args
+                with self.lock:
+                    self.quarantine[sample.id] = reason
+                    with open(self.quarantine_path, "a") as file:
+                        file.write(json.dumps({"id": sample.id, "reason": reason, "detail": detail}) + "\n")
+                        file.flush()
+                        os.fsync(file.fileno())
+                log(f"quarantined {sample.id}: {reason}: {detail}")
+            except BaseException as error:  # the main thread raises it
+                self.stop = self.stop or error
+            with self.lock:
+                self.active -= 1
+
+    def server(self) -> Server | None:
+        """The server with the fewest requests, waiting while all are away; None when the run is to stop."""
+        while self.stop is None:
+            with self.lock:
+                up = [server for server in self.servers if server.away_since is None]
+                if up:
+                    chosen = min(up, key=lambda server: server.in_flight)
+                    chosen.in_flight += 1
+                    return chosen
+            time.sleep(0.2)
+        return None
+
+    def extract(self, sample: Sample) -> None:
+        """Ask, wait for the file, put it in place. Raises Quarantined, UserError."""
+        ids = read_ids(self.parts[sample.file], sample)
+        attempt = sent = deaths = 0
+        while (server := self.server()) is not None:
+            sent += 1
+            # A folder for each try: an aborted request of the same name may still be writing
+            run = f"{self.run}.{sent}"
+            body = json.dumps({"input_ids": ids, "rid": f"eagle3:{run}:{sample.prompt_len}:{sample.tokens}:{sample.id}",
+                               "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).encode()
+            epoch, detail = server.epoch, ""
+            try:
+                status, answer = server.ask("POST", "/generate", body, self.args.request_timeout)
+                if status == 200:
+                    next_token = json.loads(answer)["output_ids"][0]
+                    path = self.wait(self.incoming / run, sample, server, epoch)
+                    if path is not None:
+                        return self.land(path, sample, next_token)
+                    detail = "the server went away after its answer"
+                    continue
+                detail = f"HTTP {status}: {' '.join(answer.decode(errors='replace').split())[:300]}"
+                if status in (400, 413, 422):
+                    raise Quarantined("rejected by the server", detail)
+            except TimeoutError:
+                detail = f"no answer in {self.args.request_timeout:.0f} s"
+            except (OSError, http.client.HTTPException) as error:
+                server.lost(error)
+                deaths += 1
+                if deaths == DEATHS:
+                    raise Quarantined(f"the server died {DEATHS} times", str(error)) from None
+                continue
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                detail = f"an answer without output_ids ({error})"
+            except Retry as error:
+                detail = str(error)
+            finally:
+                with self.lock:
+                    server.in_flight -= 1
+            attempt += 1
+            if attempt == ATTEMPTS:
+                raise Quarantined(f"failed {ATTEMPTS} times", detail)
+            time.sleep(attempt)
+
+    def wait(self, folder: Path, sample: Sample, server: Server, epoch: int) -> Path | None:
+        """The file of `sample`, once it is whole; None when the server died before. Raises what its .error says."""
+        path, failed = folder / f"{sample.id}.safetensors", folder / f"{sample.id}.error"
+        now = time.monotonic()
+        pause = 0.002
+        while self.stop is None:
+            if path.exists():
+                self.last_file = time.monotonic()
+                return path
+            if failed.exists():
+                kind, _, text = failed.read_text().strip().partition(": ")
+                failed.unlink()
+                if kind == "data":
+                    raise Quarantined("not finite", text)
+                if kind == "retry":
+                    raise Retry(text)
+                if kind == "write" and f"Errno {errno.ENOSPC}" in text:
+                    raise UserError(f"{self.incoming}: the disk is full ({free_bytes(self.folder) / 1e9:,.1f} GB free now). "
+                                    "Make room and run the same command again.")
+                raise UserError(f"{server.url}: {text} Start the server anew, then run the same command again.")
+            if server.epoch != epoch:
+                return None
+            patience = FIRST_FILE_S if self.last_file is None else NEXT_FILE_S
+            if time.monotonic() - max(now, self.last_file or now) > patience:
+                if self.last_file is None and not any(self.incoming.rglob("*.safetensors*")):
+                    raise UserError(f"{server.url} answered, but nothing appeared in {self.incoming}. Patch its SGLang "
+                                    "(patches/sglang_patch.py apply) and start it with EAGLE3_CAPTURE_DIR set to that folder.")
+                raise UserError(f"{server.url} answered, but the file of {sample.id} did not appear in {patience:.0f} s "
+                                f"({free_bytes(self.folder) / 1e9:,.1f} GB free). Read the server's log, then run the same command again.")
+            time.sleep(pause)
+            pause = min(0.05, pause * 1.5)
+        return None
+
+    def land(self, path: Path, sample: Sample, next_token: int) -> None:
+        try:
+            header, data = read_header(path)
+            facts = check_header(header, sample, self.journal.facts)
+        except ValueError as error:
+            raise UserError(f"{path}: {error}. Start the server as the run began, or use another --output-dir.") from None
+        with self.lock:
+            if self.journal.facts is None:
+                self.journal.add({"facts": facts})
+        size = data + header["loss_mask"]["data_offsets"][1]
+        place = sample_path(self.folder, sample.id)
+        place.parent.mkdir(exist_ok=True)
+        self.journal.add({"id": sample.id, "tokens": sample.tokens, "prompt_len": sample.prompt_len, "truncated": sample.truncated,
+                          "next_token": next_token, "checksum": header["__metadata__"]["checksum"]})
+        try:
+            os.rename(path, place)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.copyfile(path, f"{place}.tmp")  # another file system: the one case in which bytes are written twice
+            with open(f"{place}.tmp", "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(f"{place}.tmp", place)
+            path.unlink()
+        with self.lock:
+            self.tokens, self.bytes = self.tokens + sample.tokens, self.bytes + size
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def token_bytes(facts: dict | None, target: Path | None) -> int | None:
+    """Bytes a token takes, from the files so far, else from the target's config; None when neither is there."""
+    if facts is not None:
+        width, size = facts["hidden_size"], {name: size for name, size in ELEMENT.values()}[facts["dtype"]]
+    else:
+        try:
+            config = json.loads((target / "config.json").read_text())
+            width, size = config.get("text_config", config)["hidden_size"], 2
+        except (TypeError, OSError, ValueError, KeyError):
+            return None
+    return 4 * width * size + 5
+
+
+def duration(seconds: float) -> str:
+    minutes = int(seconds / 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes else f"{seconds:.0f}s"
+
+
+def clean_incoming(incoming: Path, folder: Path) -> None:
+    """Remove what earlier processes of this output folder asked for and never took."""
+    for path in incoming.glob(f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def forecast(args, tokens: int, journal: Journal, folder: Path) -> None:
+    """Say how many bytes are still to come and how many fit; refuse what does not fit. Raises UserError."""
+    size = token_bytes(journal.facts, args.verifier_path)
+    if size is None:
+        return
+    need, free = tokens * size, free_bytes(folder)
+    log(f"forecast {need / 1e9:,.2f} GB ({size:,} bytes a token) | disk free {free / 1e9:,.2f} GB")
+    if need > free and args.disk_check:
+        raise UserError(f"{folder}: {need / 1e9:,.1f} GB are to come, {free / 1e9:,.1f} GB are free. Make room, take fewer samples "
+                        "(--limit, --max-length), or begin anyway with --no-disk-check.")
+
+
+def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal, folder: Path, incoming: Path) -> Extraction:
+    """Extract what is not in place yet. Raises UserError."""
+    servers = [Server(url) for url in args.base_url]
+    run = Extraction(args, parts, servers, journal, folder, incoming)
+    open_samples = [sample for sample in samples if sample.id not in run.quarantine and not landed(journal, folder, sample)]
+    total, left = len(samples), sum(sample.tokens for sample in open_samples)
+    log(f"samples {total:,} | in place {total - len(open_samples) - len(run.quarantine):,} | quarantined {len(run.quarantine):,} "
+        f"| to do {len(open_samples):,} | tokens to do {left:,} | truncated {sum(sample.truncated for sample in samples):,}")
+    if not open_samples:
+        return run
+    for server in servers:
+        try:
+            status, _ = server.ask("GET", "/health", None, 60)
+            if status != 200:
+                raise UserError(f"{server.url}: not healthy (HTTP {status}). Wait until the server is ready, then run this again.")
+        except (OSError, http.client.HTTPException) as error:
+            raise UserError(f"{server.url}: no server answers there ({type(error).__name__}). Start it, or mend --base-url.") from None
+    forecast(args, left, journal, folder)
+    for sample in open_samples:
+        run.work.put(sample)
+    threads = [threading.Thread(target=run.worker, daemon=True) for _ in range(min(args.concurrency, len(open_samples)))]
+    for thread in threads:
+        thread.start()
+    began = last_log = last_probe = time.monotonic()
+    known = token_bytes(journal.facts, args.verifier_path) is not None
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(0.05)
+        if run.stop is not None:
+            journal.sync()
+            raise run.stop
+        now = time.monotonic()
+        if not known and journal.facts is not None:
+            known = True
+            forecast(args, left - run.tokens, journal, folder)
+        if now - last_probe > 1:
+            for server in servers:
+                server.probe()
+            last_probe = now
+        away = [server for server in servers if server.away_since is not None]
+        if len(away) == len(servers) and now - max(server.away_since for server in away) > args.server_wait:
+            raise UserError(f"{', '.join(server.url for server in away)}: away for {args.server_wait:.0f} s. "
+                            "Start the server again, then run the same command.")
+        if len(run.quarantine) > max(1, args.max_failed * total):
+            reasons = collections.Counter(run.quarantine.values()).most_common()
+            raise UserError(f"{run.quarantine_path}: {len(run.quarantine)} of {total} samples failed ({reasons}), more than "
+                            "--max-failed allows. Mend the cause, then run the same command with --redo-failed.")
+        if now - last_log >= args.log_interval:
+            journal.sync()
+            done = len(journal.rows)
+            speed = run.tokens / (now - began)
+            eta = duration((left - run.tokens) / speed) if speed else "unknown"
+            log(f"sample {done:,}/{total:,} | {speed:,.0f} tok/s | {run.bytes / 1e9 / (now - began):.2f} GB/s | "
+                f"disk free {free_bytes(folder) / 1e9:,.1f} GB | quarantined {len(run.quarantine)} | servers {len(servers) - len(away)}"
+                f"/{len(servers)} | eta {eta}")
+            last_log = now
+    if run.stop is not None:
+        raise run.stop
+    seconds = time.monotonic() - began
+    log(f"extracted {run.tokens:,} tokens, {run.bytes / 1e9:.3f} GB in {seconds:.1f} s | {run.tokens / seconds:,.0f} tok/s | "
+        f"{run.bytes / 1e9 / seconds:.3f} GB/s")
+    return run
+
+
+# ---- --verify ----
+class Head:
+    """The target's final norm weight (H,) and lm_head (V, H): what makes tokens out of last_hidden_states. Raises UserError."""
+
+    def __init__(self, folder: Path):
+        import torch  # only here: extraction itself stays small in memory
+        from safetensors import safe_open
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        index = folder / "model.safetensors.index.json"
+        try:
+            if index.exists():
+                names = json.loads(index.read_text())["weight_map"]
+            else:
+                with safe_open(folder / "model.safetensors", "pt") as file:
+                    names = dict.fromkeys(file.keys(), "model.safetensors")
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{folder}: no readable safetensors of the target ({error}). Mend --verifier-path.") from None
+        found = {}
+        for key, endings in (("norm", ("model.norm.weight",)), ("head", ("lm_head.weight", "model.embed_tokens.weight"))):
+            # Bare, or under the `language_model.` of a multimodal wrapper; tied weights have no lm_head
+            name = next((name for ending in endings for name in (ending, f"language_model.{ending}") if name in names), None)
+            if name is None:
+                raise UserError(f"{folder}: no {endings[0]} among its tensors. Mend --verifier-path.")
+            with safe_open(folder / names[name], "pt") as file:
+                found[key] = file.get_tensor(name)
+            if not found[key].is_floating_point():
+                raise UserError(f"{folder}: {name} is quantised ({found[key].dtype}). --verify needs it in bf16, fp16 or fp32.")
+        self.norm, self.head = found["norm"].float(), found["head"].to(self.device)
+
+    def greedy(self, last):
+        """last: (K, H) after the final norm -> the token each state chooses, (K,). The vocabulary goes by in parts: logits stay small."""
+        import torch
+
+        best, token = torch.full((len(last),), -torch.inf), torch.zeros(len(last), dtype=torch.long)
+        last = last.to(self.device)
+        # On a CPU in float32, since bf16 there is slow; on a GPU in the file's own precision, as the engine does
+        dtype = torch.float32 if self.device == "cpu" else last.dtype
+        for begin in range(0, len(self.head), 16384):
+            logits = last.to(dtype) @ self.head[begin:begin + 16384].to(dtype).T  # (K, 16384)
+            value, index = (part.cpu() for part in logits.float().max(dim=-1))
+            token, best = torch.where(value > best, index + begin, token), torch.maximum(value, best)
+        return token
+
+
+def check_data(path: Path, begin: int, header: dict, ids: list[int], prompt_len: int) -> None:
+    """Checksum, finite, ids and loss mask equal to the response's, in one pass. Raises ValueError."""
+    import torch
+
+    sha256, buffer = hashlib.sha256(), bytearray(8 << 20)
+    _, end = header["last_hidden_states"]["data_offsets"]
+    dtype = getattr(torch, ELEMENT[header["last_hidden_states"]["dtype"]][0])
+    rest, finite = b"", True
+    with open(path, "rb", buffering=0) as file:
+        file.seek(begin)
+        at = 0
+        while count := file.readinto(buffer):
+            sha256.update(memoryview(buffer)[:count])
+            floats = max(0, min(count, end - at))  # the two float tensors come first
+            if floats:
+                finite = finite and bool(torch.frombuffer(buffer, dtype=torch.uint8, count=floats).view(dtype).isfinite().all())
+            rest += bytes(memoryview(buffer)[floats:count])
+            at += count
+    if f"sha256:{sha256.hexdigest()}" != header["__metadata__"]["checksum"]:
+        raise ValueError("checksum")
+    if not finite:
+        raise ValueError("not finite")
+    T = len(ids)
+    if rest[:4 * T] != b"".join(token.to_bytes(4, "little") for token in ids):
+        raise ValueError("ids are not the response's")
+    if rest[4 * T:] != bytes(prompt_len) + b"\1" * (T - prompt_len):
+        raise ValueError("loss mask is not the response's")
+
+
+def check_meaning(path: Path, begin: int, header: dict, ids: list[int], row: dict, head: Head, positions: int) -> dict:
+    """What the last states say: share of response tokens they choose, whether the engine's next token too, their size.
+
+    norm: root mean square of (state / norm weight), 1 after the final norm by its definition.
+    """
+    import torch
+
+    T, prompt_len = row["tokens"], row["prompt_len"]
+    offset, end = header["last_hidden_states"]["data_offsets"]
+    dtype = getattr(torch, ELEMENT[header["last_hidden_states"]["dtype"]][0])
+    width = (end - offset) // (T * dtype.itemsize)
+    predicting = torch.arange(max(0, prompt_len - 1), T - 1)  # position p predicts token p+1
+    if positions and len(predicting) > positions:
+        predicting = predicting[torch.linspace(0, len(predicting) - 1, positions).long()]
+    picked = torch.cat([predicting, torch.tensor([T - 1])])
+    states = torch.empty((len(picked), width), dtype=dtype)
+    with open(path, "rb") as file:
+        for number, position in enumerate(picked.tolist()):
+            file.seek(begin + offset + position * width * dtype.itemsize)
+            states[number] = torch.frombuffer(bytearray(file.read(width * dtype.itemsize)), dtype=dtype)
+    if width != len(head.norm):
+        raise UserError(f"--verifier-path: its hidden size is {len(head.norm)}, the files have {width}. Name the target they came from.")
+    token = head.greedy(states)
+    norm = (states.float() / head.norm).square().mean(-1).sqrt().median().item()
+    right = int((token[:-1] == torch.tensor(ids)[predicting + 1]).sum())
+    return {"checked": len(predicting), "right": right, "next_right": bool(token[-1] == row["next_token"]), "norm": norm}
+
+
+def verify(args, samples: list[Sample], parts: list[Path], journal: Journal, folder: Path) -> None:
+    """Re-read every file and write verify.json. Raises UserError when a sample or the whole fails."""
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.verify_workers))
+    head = Head(args.verifier_path) if args.verifier_path else None
+    checks = "checksum, shapes, finite, ids, mask" + (", greedy tokens, final norm" if head else
+                                                       " (greedy tokens and final norm need --verifier-path)")
+    log(f"verify {len(samples):,} samples: {checks}")
+    failed, results, lock, work = {}, {}, threading.Lock(), queue.SimpleQueue()
+    for sample in samples:
+        work.put(sample)
+    broken: list[BaseException] = []
+    done_bytes = 0
+
+    def check(sample: Sample) -> None:
+        nonlocal done_bytes
+        path, row, result = sample_path(folder, sample.id), journal.rows[sample.id], None
+        try:
+            header, begin = read_header(path)
+            check_header(header, sample, journal.facts)
+            ids = read_ids(parts[sample.file], sample)
+            check_data(path, begin, header, ids, sample.prompt_len)
+            if header["__metadata__"]["checksum"] != row["checksum"]:
+                raise ValueError("checksum differs from index")
+            if head:
+                result = check_meaning(path, begin, header, ids, row, head, args.verify_positions)
+                if abs(result["norm"] - 1) > NORM_TOLERANCE:
+                    raise ValueError(f"last states are not after the final norm (size {result['norm']:.3f}, expected 1)")
+                if result["checked"] >= 8 and result["right"] < args.min_agreement * result["checked"]:
+                    raise ValueError(f"last states choose {result['right']} of {result['checked']} response tokens")
+        except (ValueError, OSError) as error:
+            with lock:
+                failed[sample.id] = str(error)
+        with lock:
+            done_bytes += path.stat().st_size if path.exists() else 0
+            if result:
+                results[sample.id] = result
+
+    def worker() -> None:
+        while not broken:
+            try:
+                check(work.get_nowait())
+            except queue.Empty:
+                return
+            except BaseException as error:  # the main thread raises it
+                broken.append(error)
+
+    began = last_log = time.monotonic()
+    threads = [threading.Thread(target=worker, daemon=True) for _ in range(args.verify_workers)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(0.05)
+        if broken:
+            raise broken[0]
+        if time.monotonic() - last_log >= args.log_interval:
+            last_log = time.monotonic()
+            log(f"verify {len(samples) - work.qsize():,}/{len(samples):,} | {done_bytes / 1e9 / (last_log - began):.2f} GB/s | failed {len(failed)}")
+    if broken:
+        raise broken[0]
+    report = {"samples": len(samples), "checks": checks, "failed": dict(sorted(failed.items()))}
+    if results:
+        share = sorted(result["right"] / result["checked"] for result in results.values() if result["checked"])
+        next_share = sum(result["next_right"] for result in results.values()) / len(results)
+        report |= {"positions_checked": sum(result["checked"] for result in results.values()), "engine_next_token_share": next_share,
+                   "agreement": {f"p{at}": share[min(len(share) - 1, len(share) * at // 100)] for at in (0, 5, 25, 50, 75, 95)} if share else {},
+                   "agreement_by_sample": {key: round(result["right"] / max(1, result["checked"]), 4)
+                                           for key, result in sorted(results.items())}}
+        log(f"verify greedy agreement with the response tokens, by sample {report['agreement']} | with the engine's own next token {next_share:.4f}")
+        if next_share < NEXT_TOKEN_SHARE:
+            report["failed_as_a_whole"] = (f"the last states choose the engine's next token in {next_share:.1%} of the samples, expected "
+                                           f"over {NEXT_TOKEN_SHARE:.0%}: they are not the states that its logits come from")
+    write_atomic(folder / "verify.json", json.dumps(report, indent=1) + "\n")
+    if failed or "failed_as_a_whole" in report:
+        (folder / "manifest.json").unlink(missing_ok=True)  # no longer complete
+        kinds = collections.Counter(reason.split(" (")[0] for reason in failed.values()).most_common(4)
+        raise UserError(f"{folder / 'verify.json'}: " + (report.get("failed_as_a_whole") or
+                        f"{len(failed)} of {len(samples)} samples failed ({', '.join(f'{reason}: {n}' for reason, n in kinds)}). "
+                        "Run the same command with --redo-failed to extract them again") + ".")
+    log(f"verify all {len(samples):,} samples good | {done_bytes / 1e9:.3f} GB in {time.monotonic() - began:.1f} s")
+
+
+def redo_failed(journal: Journal, folder: Path) -> None:
+    """Forget what --verify found bad and what was quarantined, so that it is extracted again."""
+    try:
+        failed = json.loads((folder / "verify.json").read_text())["failed"]
+    except (OSError, ValueError, KeyError):
+        failed = {}
+    for sample_id in failed:
+        journal.add({"id": sample_id, "redo": True})
+        sample_path(folder, sample_id).unlink(missing_ok=True)
+    for name in ("verify.json", "quarantine.jsonl", "manifest.json") if failed or (folder / "quarantine.jsonl").exists() else ():
+        (folder / name).unlink(missing_ok=True)
+    log(f"redo: {len(failed)} samples that --verify found bad, and all that were quarantined")
+
+
+def write_index(samples: list[Sample], journal: Journal, folder: Path) -> str:
+    """index.jsonl, sorted by id; returns its sha256. Every rename before it is made to last first."""
+    journal.sync()
+    handle = os.open(folder, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).syncfs(handle):  # one call for 256 folders
+        raise OSError(ctypes.get_errno(), "syncfs", str(folder))
+    os.close(handle)
+    rows = [json.dumps(journal.rows[sample.id], sort_keys=True) + "\n" for sample in sorted(samples, key=lambda sample: sample.id)]
+    write_atomic(folder / "index.jsonl", "".join(rows))
+    return sha256_file(folder / "index.jsonl")
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(build_parser(), "extract", argv)
+    for flag in ("data_dir", "output_dir", "base_url"):
+        if not getattr(args, flag):
+            raise UserError(f"--{flag.replace('_', '-')} is needed. See --help.")
+    if args.concurrency < 1 or args.max_length < 0 or args.limit < 0 or args.verify_workers < 1:
+        raise UserError("--concurrency and --verify-workers must be at least 1, --max-length and --limit at least 0.")
+    responses = read_manifest(args.data_dir, "01_generate")
+    parts = sorted(args.data_dir.glob("part-*.jsonl"))
+    if not parts:
+        raise UserError(f"{args.data_dir}: no part-*.jsonl. Run 01_generate.py first.")
+    for name, known in responses.get("files", {}).items():
+        if not (args.data_dir / name).is_file() or sha256_file(args.data_dir / name) != known:
+            raise UserError(f"{args.data_dir / name}: not the file that 01_generate.py finished with. Run 01_generate.py again.")
+    inputs = {"responses": sha256_file(args.data_dir / "manifest.json")}
+    folder = args.output_dir.absolute()
+    incoming = (args.capture_dir or folder / ".incoming").absolute()
+    fixed = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs}
+    lock = open_stage(folder, fixed, set())  # noqa: F841  held until the process ends
+    log(f"config {json.dumps(vars(args), default=str)}")
+    log(f"inputs {json.dumps(inputs)} | responses {responses.get('counts', {}).get('kept')}")
+    incoming.mkdir(parents=True, exist_ok=True)
+    journal = Journal(folder)
+    try:
+        if args.redo_failed:
+            redo_failed(journal, folder)
+        complete = (folder / "manifest.json").exists()
+        if complete and not args.verify:
+            log("complete already")
+            log(f"done: {folder}")
+            return
+        samples, dropped = read_samples(parts, args.max_length, args.limit)
+        if not samples:
+            raise UserError(f"{args.data_dir}: no sample to extract (dropped: {dict(dropped)}).")
+        clean_incoming(incoming, folder)
+        run = extract_all(args, samples, parts, journal, folder, incoming)
+        clean_incoming(incoming, folder)
+        samples = [sample for sample in samples if sample.id not in run.quarantine]
+        if not samples:
+            raise UserError(f"{run.quarantine_path}: every sample failed. Mend the cause, then run this with --redo-failed.")
+        index = write_index(samples, journal, folder)
+        if args.verify:
+            verify(args, samples, parts, journal, folder)
+        dropped.update(run.quarantine.values())
+        facts = journal.facts
+        manifest = {"schema": SCHEMA, "stage": STAGE, "config": {key: fixed[key] for key in ("max_length", "limit")}, "inputs": inputs,
+                    "counts": {"kept": len(samples), "dropped": dict(sorted(dropped.items())),
+                               "truncated": sum(sample.truncated for sample in samples), "tokens": sum(sample.tokens for sample in samples)},
+                    "versions": {"sglang": facts["sglang_version"], "patch": facts["patch_hash"]},
+                    **facts, "index_sha256": index}
+        write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(f"{folder}: the disk is full. Make room and run the same command again.") from None
+    log(f"kept {manifest['counts']['kept']:,} | dropped {dict(dropped)} | truncated {manifest['counts']['truncated']:,} | "
+        f"tokens {manifest['counts']['tokens']:,}")
+    log(f"done: {folder}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,185 @@
+"""Patch an installed SGLang so that its server can write hidden states, look at it, or take the patch out again.
+
+    python3 patches/sglang_patch.py apply      # the SGLang that this Python imports
+    python3 patches/sglang_patch.py status --sglang-path /opt/venv/lib/python3.12/site-packages/sglang
+    python3 patches/sglang_patch.py restore
+
+Writes  one call into srt/models/deepseek_v2.py (the original is kept beside it) and srt/eagle3_capture.py, a copy of this folder's
+Reads   patches/versions.json: SGLang release -> sha256 of the deepseek_v2.py it came with
+Exit    0; 2 with one line where the release or the file is not one of those: nothing is touched then
+Start the server anew after `apply` or `restore`. Without EAGLE3_CAPTURE_DIR set, a patched server behaves as the original.
+"""
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+STAGE = "sglang_patch"
+HERE = Path(__file__).resolve().parent
+VERSIONS = HERE / "versions.json"
+CAPTURE = HERE / "eagle3_capture.py"
+# In DeepseekV2ForCausalLM.forward, once in every release from 0.5.10 to 0.5.23; the call goes between these two.
+ANCHOR = """\
+        aux_hidden_states = None
+        if self.capture_aux_hidden_states:
+            hidden_states, aux_hidden_states = hidden_states
+"""
+AFTER = """
+        if self.pp_group.is_last_rank:
+"""
+CALL = """\
+        # eagle3_capture begin: inserted by sglang_patch.py, whose `restore` takes it out
+        from sglang.srt import eagle3_capture
+
+        aux_hidden_states = eagle3_capture.capture(
+            self, positions, forward_batch, hidden_states, aux_hidden_states
+        )
+        # eagle3_capture end
+"""
+INSERTED = re.compile(r" *# eagle3_capture begin.*?# eagle3_capture end\n", re.S)
+
+
+class UserError(Exception):
+    """Bad input or configuration. The message says what, where and what to do; the script ends with exit code 2."""
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the rename itself must survive a power cut
+    os.close(folder)
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def insert(original: str, path: Path) -> str:
+    """`original` with the call in it, compiled once to be sure. Raises UserError where the anchor does not stand exactly once."""
+    if original.count(ANCHOR + AFTER) != 1:
+        raise UserError(f"{path}: the place for the call stands there {original.count(ANCHOR + AFTER)} times, expected once. "
+                        "This SGLang needs a patch of its own.")
+    patched = original.replace(ANCHOR + AFTER, ANCHOR + CALL + AFTER)
+    try:
+        compile(patched, str(path), "exec")
+    except SyntaxError as error:
+        raise UserError(f"{path}: does not compile with the call in it ({error}). Nothing was changed.") from None
+    return patched
+
+
+class Installation:
+    """One sglang package folder. Raises UserError where it is none."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.target = folder / "srt/models/deepseek_v2.py"
+        self.kept = self.target.with_name("deepseek_v2.py.eagle3_original")
+        self.capture = folder / "srt/eagle3_capture.py"
+        try:
+            self.text = self.target.read_bytes().decode()
+        except (OSError, UnicodeDecodeError):
+            raise UserError(f"{self.target}: not readable. Name the sglang package folder with --sglang-path.") from None
+        self.version = self.read_version()
+        self.original = INSERTED.sub("", self.text)  # what the file is without our call
+        self.patched = self.original != self.text
+
+    def read_version(self) -> str:
+        """From the package's own files: importing SGLang takes long and needs a GPU driver in some releases."""
+        try:
+            return re.search(r"^__version__ = .*?'([\w.+]+)'", (self.folder / "_version.py").read_text(), re.M)[1]
+        except (OSError, TypeError):
+            found = [path.name.split("-")[1] for path in self.folder.parent.glob("sglang-*.dist-info")]
+        if len(found) != 1:
+            raise UserError(f"{self.folder}: no _version.py and {len(found)} sglang-*.dist-info folders beside it, so its version is unknown.")
+        return found[0].removesuffix(".dist")
+
+    def known(self, versions: dict[str, str]) -> bool:
+        """A release's own file, or one that --add-version put in as `<release>+<hash>`."""
+        return sha256(self.original) in [known for key, known in versions.items() if key.split("+eagle3.")[0] == self.version]
+
+    def require_known(self, versions: dict[str, str]) -> None:
+        if not self.known(versions):
+            releases = {key.split("+eagle3.")[0] for key in versions}
+            what = ("its deepseek_v2.py is not the one that release came with" if self.version in releases
+                    else f"not in {VERSIONS.name} (known: {', '.join(sorted(releases, key=release_order))})")
+            raise UserError(f"{self.folder}: SGLang {self.version}: {what}. Nothing was changed. Install a known release, or, if you "
+                            "know this file, add it with `apply --add-version`.")
+
+
+def release_order(version: str) -> list[int]:
+    """0.5.9 < 0.5.10 < 0.5.10.post1 < 0.5.11."""
+    return [int(number) for number in re.findall(r"\d+", version)]
+
+
+def apply(there: Installation, versions: dict[str, str], add_version: bool) -> str:
+    patched = insert(there.original, there.target)
+    if add_version and not there.known(versions):
+        key = there.version if there.version not in versions else f"{there.version}+eagle3.{sha256(there.original)[:8]}"
+        versions[key] = sha256(there.original)
+        write_atomic(VERSIONS, json.dumps(dict(sorted(versions.items(), key=lambda item: release_order(item[0]))), indent=1) + "\n")
+    there.require_known(versions)
+    write_atomic(there.capture, CAPTURE.read_bytes())  # first: the call must never stand there without it
+    write_atomic(there.kept, there.original)
+    if there.text != patched:
+        write_atomic(there.target, patched)
+    return f"patched (patch {sha256(CAPTURE.read_text())[:12]}, the original is kept as {there.kept.name})"
+
+
+def restore(there: Installation, versions: dict[str, str]) -> str:
+    if there.patched:
+        there.require_known(versions)
+        write_atomic(there.target, there.original)
+    elif there.kept.exists():
+        there.require_known(versions)  # a leftover beside a file that is neither: somebody else's business
+    for path in (there.kept, there.capture, *(there.capture.parent / "__pycache__").glob("eagle3_capture.*.pyc")):
+        path.unlink(missing_ok=True)
+    return "original"
+
+
+def status(there: Installation, versions: dict[str, str]) -> str:
+    there.require_known(versions)
+    if not there.patched:
+        return "original" if there.version in versions else f"original (added as {there.version})"
+    if there.text != insert(there.original, there.target) or not there.capture.exists() \
+            or there.capture.read_bytes() != CAPTURE.read_bytes():
+        return "patched by another state of this patch. Run `apply` again"
+    return f"patched (patch {sha256(CAPTURE.read_text())[:12]}, the original is kept as {there.kept.name})"
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("apply", "restore", "status"))
+    parser.add_argument("--sglang-path", type=Path, metavar="DIR", help="the sglang package folder (default: the one this Python imports)")
+    parser.add_argument("--add-version", action="store_true", help=f"apply: put this file's hash into {VERSIONS.name} first")
+    args = parser.parse_args(argv)
+    folder = args.sglang_path
+    if folder is None:
+        spec = importlib.util.find_spec("sglang")
+        if spec is None or not spec.submodule_search_locations:
+            raise UserError(f"{sys.executable} imports no sglang. Name its package folder with --sglang-path.")
+        folder = Path(spec.submodule_search_locations[0])
+    there, versions = Installation(folder), json.loads(VERSIONS.read_text())
+    try:
+        outcome = {"apply": lambda: apply(there, versions, args.add_version), "restore": lambda: restore(there, versions),
+                   "status": lambda: status(there, versions)}[args.command]()
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}. Run this as the user who owns that SGLang.") from None
+    print(f"sglang {there.version} at {folder}: {outcome}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"{STAGE}: {error}", file=sys.stderr)
+        sys.exit(2)

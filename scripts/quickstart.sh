@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# From prompts to a served drafter on one machine, on the real SGLang; without a GPU by default.
+#
+#   bash scripts/quickstart.sh                          everything, about 12 minutes on 2 cores; a second call resumes
+#   bash scripts/quickstart.sh --only 04_train          one stage of it (01_generate ... 05_benchmark)
+#   bash scripts/quickstart.sh --config configs/X.yaml  another run
+#   bash scripts/quickstart.sh --python python3         in an environment of your own instead of .venv
+#
+# A stage's log is <run_dir>/logs/<stage>.log, a server's <run_dir>/logs/server_<role>.log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+config=configs/quickstart.yaml only='' py=''
+die() { echo "quickstart: $2" >&2; exit "$1"; }
+while [ $# -gt 0 ]; do
+  case $1 in
+    --config|--only|--python) [ $# -ge 2 ] || die 2 "$1 needs a value."; declare "$(case $1 in --python) echo py;; *) echo "${1#--}";; esac)=$2"; shift 2 ;;
+    -h|--help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) die 2 "unknown argument $1. See --help." ;;
+  esac
+done
+stages="01_generate 02_build_vocab 03_extract 04_train 05_benchmark"
+[ -z "$only" ] || [[ " $stages " == *" $only "* ]] || die 2 "--only $only: no such stage; there are: $stages."
+[ -f "$config" ] || die 2 "$config: no such run file."
+if [ -z "$py" ]; then bash scripts/setup_venv.sh; py=.venv/bin/python; fi
+setting() { # setting a.b: that value of the run file
+  "$py" -c '
+import sys, yaml
+document = value = yaml.safe_load(open(sys.argv[1]))
+for key in sys.argv[2].split("."):
+    value = value[key]
+print(value.format(**{key: document[key] for key in ("run_dir", "target")}))' "$config" "$1" 2>/dev/null || die 2 "$config: $1 is missing or the file is not readable YAML."
+}
+run=$(setting run_dir) target=$(setting target) responses=$(setting generate.output-dir) hidden_states=$(setting extract.output-dir)
+[[ "$target" != */* ]] || [ -f "$target/config.json" ] || die 2 "$target: holds no config.json. Set \`target\` in $config to the target's folder."
+logs=$run/logs; mkdir -p "$logs"
+say() { echo "$(date +%FT%T) quickstart $*"; }
+
+server='' stage_pid=''
+stop_server() { # the wrapper ends the server's whole process group
+  [ -z "$server" ] || { kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; server=''; "$py" patches/sglang_patch.py restore >> "$logs/patch.log" 2>&1 || say "the patch could not be restored: read $logs/patch.log"; }
+}
+finish() { [ -z "$stage_pid" ] || kill "$stage_pid" 2>/dev/null || true; stop_server; }
+trap finish EXIT
+trap 'exit 130' INT; trap 'exit 143' TERM HUP
+
+start_server() {
+  "$py" patches/sglang_patch.py apply >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
+  : > "$logs/serve.log"
+  "$py" scripts/serve.py --config "$config" --role extract --log "$logs/server_extract.log" > "$logs/serve.log" 2>&1 & server=$!
+  until grep -q ' ready at ' "$logs/serve.log"; do
+    kill -0 "$server" 2>/dev/null || { server_failed; }
+    sleep 0.5
+  done
+  say "$(grep -o 'extract ready.*' "$logs/serve.log")"
+}
+server_failed() { local why; why=$(tail -1 "$logs/serve.log"); die 2 "server: ${why#serve: }"; }
+
+stage() {
+  local log=$logs/$1.log code=0 began=$SECONDS
+  say "$1 (log: $log)"
+  "$py" -u "$1.py" --config "$config" > >(tee -a "$log") 2>&1 & stage_pid=$!
+  while kill -0 "$stage_pid" 2>/dev/null; do
+    [ -z "$server" ] || kill -0 "$server" 2>/dev/null || { kill "$stage_pid"; server_failed; }
+    sleep 0.2
+  done
+  wait "$stage_pid" || code=$?
+  stage_pid=''
+  [ "$code" = 0 ] || die "$code" "$1 failed (exit $code): $(tail -1 "$log"). Its log: $log"
+  say "$1 took $((SECONDS - began)) s"
+}
+
+# 01 and 03 talk to a patched SGLang; both finished means that it is not needed again
+needs_server() { [ "$1" = 01_generate ] && [ ! -f "$responses/manifest.json" ] || [ "$1" = 03_extract ] && [ ! -f "$hidden_states/manifest.json" ]; }
+for name in ${only:-$stages}; do
+  if needs_server "$name"; then [ -n "$server" ] || start_server
+  elif [ "$name" = 04_train ] || [ "$name" = 05_benchmark ]; then stop_server; fi
+  stage "$name"
+done
+say "done. Drafter: $(setting benchmark.draft-path)  report: $(setting benchmark.output-dir)/report.md  logs: $logs"

@@ -1,0 +1,166 @@
+"""A local HTTP server that answers /v1/chat/completions as badly as a test wants."""
+import json
+import socket
+import struct
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class Reply:
+    """One HTTP answer. body: an object (sent as JSON), a string (sent as it stands). cut: bytes after which the connection is reset;
+    drip: seconds between two bytes of the body."""
+    body: object
+    status: int = 200
+    headers: dict = field(default_factory=dict)
+    delay: float = 0.0
+    cut: int | None = None
+    drip: float = 0.0
+
+
+def chat(content, *, finish="stop", prompt_tokens=9, completion_tokens=None, cost=None, **message) -> dict:
+    """A chat completion body. completion_tokens None: no usage."""
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, **({"cost": cost} if cost is not None else {})}
+    return {"id": "gen-1", "object": "chat.completion", "model": "m",
+            "choices": [{"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": content, **message}}],
+            **({"usage": usage} if completion_tokens is not None else {})}
+
+
+class ApiServer:
+    """with ApiServer(answer) as api: answer(body, nth) -> Reply, nth counting from 0 the requests with this last message.
+
+    `requests` holds (time, last message's content, body, headers) of each request in order of arrival; `asked` counts them by content.
+    """
+
+    def __init__(self, answer):
+        self.requests, self.asked, self.dead, lock = [], Counter(), False, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_GET(handler):  # what is probed at the start: this is no SGLang
+                handler.send_error(404)
+
+            def do_POST(handler):
+                body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+                content = body["messages"][-1]["content"]
+                if self.dead:
+                    handler.close_connection = True
+                    return
+                with lock:
+                    nth = self.asked[content]
+                    self.asked[content] += 1
+                    self.requests.append((time.monotonic(), content, body, dict(handler.headers)))
+                reply = answer(body, nth)
+                time.sleep(reply.delay)
+                data = (reply.body if isinstance(reply.body, str) else json.dumps(reply.body)).encode()
+                try:
+                    handler.send_response(reply.status)
+                    for name, value in {"Content-Type": "application/json", **reply.headers, "Content-Length": str(len(data))}.items():
+                        handler.send_header(name, value)
+                    handler.end_headers()
+                    for byte in data if reply.drip else ():
+                        handler.wfile.write(bytes([byte]))
+                        time.sleep(reply.drip)
+                    if not reply.drip:
+                        handler.wfile.write(data[:reply.cut])
+                    if reply.cut is not None:
+                        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST, not FIN
+                        handler.connection.close()
+                        handler.close_connection = True
+                except OSError:  # the client was killed
+                    handler.close_connection = True
+
+            def log_message(handler, *args):
+                pass
+
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 512
+
+            def handle_error(self, request, client_address):  # a client that was killed resets its connections
+                pass
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc):
+        self.die()
+
+    def die(self):
+        """No new connections, and no answer on old ones."""
+        self.dead = True
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class CountingProxy:
+    """with CountingProxy(url) as proxy: passes everything on to the server at `url` and notes each /generate by its input_ids.
+
+    `asked` is a list of (session, input_ids as a tuple); a test raises `session` when it starts the client anew.
+    """
+
+    def __init__(self, url: str):
+        self.asked, self.session, lock = [], 0, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_GET(handler):
+                handler.pass_on(None)
+
+            def do_POST(handler):
+                body = handler.rfile.read(int(handler.headers["Content-Length"]))
+                if handler.path == "/generate":
+                    with lock:
+                        self.asked.append((self.session, tuple(json.loads(body)["input_ids"])))
+                handler.pass_on(body)
+
+            def pass_on(handler, body):
+                request = urllib.request.Request(url + handler.path, body, {"Content-Type": "application/json"})
+                try:
+                    with urllib.request.urlopen(request, timeout=600) as response:
+                        status, data = response.status, response.read()
+                except urllib.error.HTTPError as error:
+                    status, data = error.code, error.read()
+                except OSError:  # the server died: so does this connection
+                    handler.close_connection = True
+                    return
+                try:
+                    handler.send_response(status)
+                    handler.send_header("Content-Type", "application/json")
+                    handler.send_header("Content-Length", str(len(data)))
+                    handler.end_headers()
+                    handler.wfile.write(data)
+                except OSError:  # the client was killed
+                    handler.close_connection = True
+
+            def log_message(handler, *args):
+                pass
+
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 512
+
+            def handle_error(self, request, client_address):
+                pass
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc):
+        self.server.shutdown()
+        self.server.server_close()

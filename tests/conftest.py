@@ -1,0 +1,148 @@
+"""Shared by all tests: numbered scripts as modules, and the real SGLang on the CPU as a fixture."""
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY_KIMI = ROOT / "scripts" / "tiny_kimi"
+CAPTURE_LAYERS = [2, 4, 6]  # the tiny target has 8 layers
+
+
+def load_script(name: str):
+    """The numbered script `name` ("04_train") as a module; loaded once."""
+    if name not in sys.modules:
+        path = next(folder / f"{name}.py" for folder in (ROOT, ROOT / "scripts", ROOT / "patches") if (folder / f"{name}.py").is_file())
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def run_script(name: str, *args, env=None, timeout=600) -> subprocess.CompletedProcess:
+    """A numbered script as its users run it: a process of its own, output redirected."""
+    return subprocess.run([sys.executable, "-u", str(ROOT / f"{name}.py"), *map(str, args)], cwd=ROOT, timeout=timeout,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}, text=True, capture_output=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def post(url: str, body: dict, timeout=300) -> dict | list:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request, timeout=timeout))
+
+
+def sglang_package() -> Path:
+    return Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
+
+
+@pytest.fixture(scope="session")
+def tiny_kimi() -> Path:
+    return TINY_KIMI
+
+
+@pytest.fixture(scope="session")
+def patched_sglang(tmp_path_factory):
+    """A copy of the installed sglang with the patch applied; the folder to put first on PYTHONPATH. The original stays as it is."""
+    source = sglang_package()
+    original = hashlib.sha256((source / "srt/models/deepseek_v2.py").read_bytes()).hexdigest()
+    overlay = tmp_path_factory.mktemp("overlay")
+    shutil.copytree(source, overlay / "sglang", ignore=shutil.ignore_patterns("__pycache__"))
+    for info in source.parent.glob("sglang-*.dist-info"):
+        shutil.copytree(info, overlay / info.name)  # the version is read from it
+    patch = [sys.executable, str(ROOT / "patches/sglang_patch.py")]
+    subprocess.run([*patch, "apply", "--sglang-path", str(overlay / "sglang")], check=True)
+    yield overlay
+    subprocess.run([*patch, "restore", "--sglang-path", str(overlay / "sglang")], check=True)
+    for folder in (source, overlay / "sglang"):
+        assert hashlib.sha256((folder / "srt/models/deepseek_v2.py").read_bytes()).hexdigest() == original
+    assert not (overlay / "sglang/srt/eagle3_capture.py").exists()
+
+
+class Engine:
+    """One real SGLang server on the CPU, in a process group of its own."""
+
+    def __init__(self, log: Path, model: Path, flags: dict, env: dict):
+        self.port, self.log = free_port(), log
+        self.url = f"http://127.0.0.1:{self.port}"
+        argv = [sys.executable, str(ROOT / "scripts/cpu_engine/serve.py"), "--model-path", str(model), "--port", str(self.port),
+                "--dtype", "float32"]
+        for flag, value in flags.items():
+            argv += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+        self.argv, self.env = argv, {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
+        self.start()
+
+    def start(self):
+        out = open(self.log, "ab")
+        self.process = subprocess.Popen(self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        deadline = time.monotonic() + 180
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5)
+                return
+            except (OSError, urllib.error.URLError):
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    self.kill()
+                    pytest.fail(f"server did not start: {self.log.read_text(errors='replace')[-3000:]}")
+                time.sleep(0.5)
+
+    def kill(self):
+        """kill -9 of the whole group, as a machine that dies does it."""
+        try:
+            os.killpg(self.process.pid, 9)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory, request):
+    """engine(model=..., draft=None, capture_dir=None, **flags) -> Engine; the same arguments give the same running server.
+
+    At most one server runs at a time (two cores): asking for another one stops the one before.
+    """
+    running = {}
+
+    def start(model: Path = TINY_KIMI, draft: Path | None = None, capture_dir: Path | None = None, **flags) -> Engine:
+        flags = {key.replace("_", "-"): value for key, value in flags.items()}
+        env = {}
+        if draft:
+            flags |= {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": draft, "speculative-num-steps": 3,
+                      "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4} | flags
+        if capture_dir:
+            flags |= {"disable-radix-cache": True}
+            env = {"EAGLE3_CAPTURE_DIR": str(capture_dir), "EAGLE3_CAPTURE_LAYERS": ",".join(map(str, CAPTURE_LAYERS)),
+                   "PYTHONPATH": str(request.getfixturevalue("patched_sglang"))}
+        key = json.dumps([str(model), flags, env], default=str, sort_keys=True)
+        if key in running and running[key].process.poll() is None:
+            return running[key]
+        for other in running.values():
+            other.kill()
+        running.clear()
+        running[key] = Engine(tmp_path_factory.mktemp("server") / "server.log", model, flags, env)
+        return running[key]
+
+    yield start
+    for server in running.values():
+        server.kill()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))

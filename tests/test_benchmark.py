@@ -1,0 +1,546 @@
+"""05: figures by hand, every fault of a drafter folder found and none on a healthy one, and whole runs on the real engine."""
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, post, run_script
+
+bench = load_script("05_benchmark")
+HIDDEN, HEAD_DIM, HEADS, DRAFT_VOCAB = 256, 32, 4, 64
+
+
+def make_drafter(folder: Path, tokens) -> Path:
+    """A drafter with random weights and the draft vocabulary `tokens` that SGLang serves beside the tiny target."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = json.loads((TINY_KIMI / "config.json").read_text())["text_config"]["vocab_size"]
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator) * 0.02
+
+    attention, mlp, tokens = "midlayer.self_attn.", "midlayer.mlp.", torch.tensor(sorted(tokens))
+    weights = {"fc.weight": random(HIDDEN, 3 * HIDDEN), "norm.weight": torch.ones(HIDDEN), "lm_head.weight": random(len(tokens), HIDDEN),
+               attention + "q_proj.weight": random(HEADS * HEAD_DIM, 2 * HIDDEN), attention + "k_proj.weight": random(2 * HEAD_DIM, 2 * HIDDEN),
+               attention + "v_proj.weight": random(2 * HEAD_DIM, 2 * HIDDEN), attention + "o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+               mlp + "gate_proj.weight": random(512, HIDDEN), mlp + "up_proj.weight": random(512, HIDDEN), mlp + "down_proj.weight": random(HIDDEN, 512),
+               "d2t": tokens - torch.arange(len(tokens))}
+    weights |= {f"midlayer.{name}.weight": torch.ones(HIDDEN) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": vocab, "draft_vocab_size": len(tokens),
+              "hidden_size": HIDDEN, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": 2,
+              "head_dim": HEAD_DIM, "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 50000.0,
+              "tie_word_embeddings": False, "torch_dtype": "float32",
+              "eagle_config": {"eagle_aux_hidden_state_layer_ids": CAPTURE_LAYERS, "use_aux_hidden_state": True}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "eagle3.json").write_text(json.dumps({"target": TINY_KIMI.name, "capture_layers": CAPTURE_LAYERS, "config": config,
+                                                    "prediction": {"accept_length": 1.5, "accept_by_position": [0.3, 0.15, 0.05]}}))
+    return folder
+
+
+# ---- figures by hand ----
+def answer(name, ids, verify=0, correct=0, histogram=(), times=None):
+    times = times or [0.5 + 0.1 * index for index in range(len(ids))]
+    return {"id": name, "prompt_tokens": 10, "completion_tokens": len(ids), "cached_tokens": 0, "finish": "stop", "latency_s": times[-1],
+            "times_s": times, "counts": [1 + index * (len(ids) - 1) // max(1, len(times) - 1) for index in range(len(times))], "output_ids": ids,
+            "spec": {"verify_steps": verify, "correct_drafts": correct, "histogram": list(histogram)} if verify else None}
+
+
+def test_acceptance_counts_before_it_divides():
+    # 9 tokens: 1 from prefill, then steps of 2+1, 0+1, and a last one of 3+1 of which only 4 fit: nothing fell off
+    whole = answer("a", list(range(9)), verify=3, correct=5, histogram=[1, 0, 1, 1])
+    # 5 tokens: 1, then 1+1, then a step with 3 right drafts of which only 2 tokens are the answer: one right draft and the bonus fell off
+    cut = answer("b", list(range(5)), verify=2, correct=4, histogram=[0, 1, 0, 1])
+    assert bench.beyond_answer(whole) == 0 and bench.beyond_answer(cut) == 1
+    found = bench.acceptance([whole, cut], steps=3)
+    assert found["accept_length"] == 1 + 9 / 5 and found["accept_length_in_answer"] == 1 + 8 / 5
+    assert found["histogram"] == [1, 1, 1, 2] and found["accept_by_position"] == [4 / 5, 3 / 5, 2 / 5]
+    # a mean of the requests' own ratios would be (1 + 5/3 + 1 + 4/2) / 2
+    assert found["accept_length"] != pytest.approx((1 + 5 / 3 + 1 + 4 / 2) / 2)
+
+
+def test_histogram_that_sglang_cut_short_has_a_share_for_every_draft():
+    assert bench.acceptance([answer("a", [1, 2, 3], verify=2, correct=0, histogram=[2])], steps=3)["accept_by_position"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("meta", [
+    {"spec_verify_ct": 4, "spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 12, "spec_correct_drafts_histogram": [1, 0, 3]},  # 0.5.12 on
+    {"spec_verify_ct": 4, "spec_accept_token_num": 6, "spec_draft_token_num": 12, "spec_accept_histogram": [1, 0, 3]},  # 0.5.10
+])
+def test_both_families_of_field_names(meta):
+    assert bench.spec_counts(meta) == {"verify_steps": 4, "correct_drafts": 6, "histogram": [1, 0, 3]}
+    assert bench.spec_counts({"completion_tokens": 5}) is None
+
+
+def test_gaps_share_an_arrival_between_its_tokens():
+    record = {"times_s": [1.0, 1.3, 1.3, 1.5], "counts": [1, 4, 4, 5]}
+    assert bench.gaps_of(record) == pytest.approx([0.1, 0.1, 0.1, 0.2])
+
+
+def test_first_difference():
+    assert bench.first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert bench.first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert bench.first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def units_of(variant, seconds, ids):
+    requests = [answer(f"p{n}", ids(n), times=[0.1, seconds * (n + 1)]) for n in range(8)]
+    return [{"variant": variant, "level": 1, "repeat": 0, "wall_s": sum(r["latency_s"] for r in requests), "watts": None, "requests": requests}]
+
+
+def test_speed_up_its_interval_and_same_text():
+    plain, fast = units_of("plain", 1.0, lambda n: [n] * 10), units_of("speculative", 0.5, lambda n: [n] * 10 if n else [0] * 6 + [7] * 4)
+    found = bench.speed_up(plain, fast, seed=0)
+    assert found["speed_up"] == pytest.approx(2) and found["interval"] == pytest.approx([2, 2])  # each prompt is twice as fast: no spread
+    fast[0]["requests"][3]["latency_s"] *= 3
+    low, high = bench.speed_up(plain, fast, seed=0)["interval"]
+    assert low < high
+    text = bench.same_text(plain, fast)
+    assert (text["compared"], text["equal"], text["share"]) == (8, 7, 7 / 8)
+    assert text["differences"] == [{"id": "p0", "position": 6, "tokens": [0, 7]}]
+
+
+def test_failed_requests_are_counted_and_not_averaged():
+    units = units_of("plain", 1.0, lambda n: [n] * 10)
+    units[0]["requests"] += [{"id": "x", "error": "http 500", "message": "broken"}]
+    figures = bench.level_figures(units)
+    assert figures["failed"] == {"http 500": 1} and figures["requests"] == 9 and figures["output_tokens"] == 80
+    assert figures["latency_s"]["p50"] == pytest.approx(4.5) and figures["tok_s"] == pytest.approx(80 / 36)
+
+
+def test_verdict_follows_the_interval():
+    def said(speed, interval):
+        return bench.verdict({"levels": {"1": {"plain": {}, "speculative": {"speed_up": speed, "interval": interval}}}})["1"]
+
+    assert "serve it (1.40x" in said(1.4, [1.2, 1.6]) and "do not" not in said(1.4, [1.2, 1.6])
+    assert "do not serve it" in said(0.66, [0.6, 0.7])
+    assert "undecided" in said(1.02, [0.9, 1.1])
+
+
+def test_absent_metrics_and_energy_are_said():
+    spoken = bench.level_remarks("8", "speculative", bench.level_figures(units_of("speculative", 1.0, lambda n: [n] * 10)), "0.5.9")
+    assert spoken == ["- 8 stream(s), speculative: the answers of SGLang 0.5.9 carry no speculative counts, so there is no accept_length."]
+    units = units_of("plain", 1.0, lambda n: [n] * 10)
+    units[0]["watts"] = 400.0
+    figures = bench.level_figures(units)
+    assert figures["joule_per_token"] == pytest.approx(400 * 36 / 80)
+    assert "400 W over all GPUs of this machine, 50.00 kWh a million output tokens." in bench.level_remarks("8", "plain", figures, "")[0]
+
+
+def test_power_is_the_sum_over_gpus_of_their_means(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '0, 100.0\\n1, [N/A]\\n2, 50.0\\n0, 300.0\\n2, 50'\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with bench.Power() as power:
+        time.sleep(0.5)
+    assert power.watts == pytest.approx(250)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with bench.Power() as power:
+        pass
+    assert power.watts is None
+
+
+def test_a_torn_end_of_raw_is_cut_off(tmp_path):
+    raw, key = tmp_path / "raw.jsonl", {"variant": "plain", "level": 1, "repeat": 0}
+    bench.append_rows(raw, [{"kind": "server", "variant": "plain", "info": {"version": "0.5.23"}}, {"kind": "request", **key, "id": "a"},
+                            {"kind": "unit", **key, "wall_s": 1.0, "watts": None}])
+    whole = raw.read_bytes()
+    raw.write_bytes(whole + b'{"kind":"request","id":"b"}\n{"kind":"unit","variant":"plain","level":3,"repeat":0,"wall_s":1.0,"watts":null}')
+    units, servers, probes = bench.read_raw(raw)  # the last row is whole but for its newline: it was not finished
+    assert [(unit["wall_s"], [r["id"] for r in unit["requests"]]) for unit in units] == [(1.0, ["a"])] and servers["plain"]["version"] == "0.5.23"
+    assert raw.read_bytes() == whole
+
+
+# ---- prompts ----
+def prompt_args(**given):
+    return argparse.Namespace(**{"prompts": [], "dataset": [], "ids": None, "limit": None, "thinking": ["on"]} | given)
+
+
+def test_prompts_are_rendered_in_the_targets_format_in_both_modes(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"id": "a", "prompt": "What is a list?"}\n{"id": "b", "prompt_ids": [5, 6, 7]}\n')
+    prompts = {p["id"]: p for p in bench.load_prompts(prompt_args(prompts=[path], thinking=["on", "off"]), str(TINY_KIMI))}
+    assert set(prompts) == {"a@on", "a@off", "b"} and prompts["b"]["prompt_ids"] == [5, 6, 7] and prompts["b"]["thinking"] == "recorded"
+    tokenizer = __import__("transformers").AutoTokenizer.from_pretrained(TINY_KIMI)
+    ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<think>", "</think>")]
+    assert prompts["a@on"]["prompt_ids"][-1] == ends[0] and prompts["a@off"]["prompt_ids"][-2:] == ends
+
+
+def test_shipped_prompts_load_and_are_many_kinds():
+    prompts = bench.load_prompts(prompt_args(), str(TINY_KIMI))
+    assert {p["source"] for p in prompts} == {"chat", "code", "math", "reasoning", "summary", "chinese"} and len(prompts) >= 50
+    assert max(len(p["prompt_ids"]) for p in prompts if p["source"] == "summary") > 1000
+
+
+@pytest.mark.parametrize("name, row, text", [
+    ("mt-bench", {"prompt": ["first turn", "second turn"]}, "first turn"), ("gsm8k", {"question": "2 + 2?"}, "2 + 2?"),
+    ("humaneval", {"prompt": "def f():"}, "def f():"), ("math-500", {"problem": "Solve."}, "Solve.")])
+def test_data_sets_by_name_from_a_local_copy(tmp_path, name, row, text):
+    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    rows = bench.collect_rows(prompt_args(dataset=[f"{name}={tmp_path / 'd.jsonl'}"]))
+    assert [(r["id"], r["source"], r["prompt"]) for r in rows] == [(f"{name}-{n}", name, text) for n in range(2)]
+
+
+def test_bad_prompts_are_one_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    for text, why in (('{"id": "a"}\n', "a row needs"), ('{"id": "a", "prompt_ids": [1]}\n' * 2, "more than once"), ("{", "not readable")):
+        path.write_text(text)
+        with pytest.raises(bench.UserError, match=why):
+            bench.load_prompts(prompt_args(prompts=[path]), "")
+    (tmp_path / "ids").write_text("nobody")
+    path.write_text('{"id": "a", "prompt_ids": [1]}\n')
+    with pytest.raises(bench.UserError, match="none of its 1 ids"):
+        bench.load_prompts(prompt_args(prompts=[path], ids=tmp_path / "ids"), "")
+    with pytest.raises(bench.UserError, match="unknown; known: mt-bench"):
+        bench.load_prompts(prompt_args(dataset=["nonsense"]), "")
+
+
+def test_sweep_grid_is_checked():
+    assert bench.sweep_variants(["3,1,4"]) == [("steps3-topk1-drafts4", {
+        "speculative-num-steps": 3, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4})]
+    for bad in ("3,1", "3,1,5", "0,1,1", "2,2,9"):
+        with pytest.raises(bench.UserError):
+            bench.sweep_variants([bad])
+
+
+# ---- servers with bad manners ----
+class Rude(BaseHTTPRequestHandler):
+    """Answers /generate as the first input id says."""
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        kind = body["input_ids"][0]
+        if kind == 1:
+            self.send_response(500)
+            self.send_header("Content-Length", "6")
+            self.end_headers()
+            self.wfile.write(b"broken")
+            return
+        if kind == 2:
+            self.close_connection = True
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        meta = {"prompt_tokens": 1, "completion_tokens": 1, "finish_reason": None}
+        events = [{"text": 'a "completion_tokens":9', "output_ids": [8], "meta_info": meta}]
+        if kind == 3:
+            events.append({"error": {"message": "out of memory"}})
+        elif kind == 4:
+            events.append({"output_ids": [8, 9], "meta_info": {**meta, "completion_tokens": 2, "finish_reason": {"type": "abort", "message": "no"}}})
+        elif kind != 5:  # 5: the stream just ends
+            ids = [9] if kind == 6 else [8, 9]  # 6: as --incremental-streaming-output sends it
+            events.append({"output_ids": ids, "meta_info": {**meta, "completion_tokens": 2, "finish_reason": {"type": "length"}, "spec_verify_ct": 1,
+                                                            "spec_num_correct_drafts": 0, "spec_correct_drafts_histogram": [1]}})
+        for event in events:
+            data = b"data: " + json.dumps(event).encode() + b"\n\n"
+            for part in (data[:7], data[7:]):  # an event may arrive in pieces
+                self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+
+class Given:
+    """Stands for Endpoints: a server at a fixed URL."""
+
+    def __init__(self, url):
+        self.url = url
+
+    def alive(self):
+        return bench.healthy(self.url)
+
+
+def test_every_bad_answer_is_a_failed_request_of_its_kind():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Rude)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+
+    class Alive(Given):
+        def alive(self):
+            return True
+
+    prompts = [{"id": str(kind), "prompt_ids": [kind]} for kind in (0, 1, 2, 3, 4, 5, 0)]
+    records, wall = bench.run_unit(url, prompts, 2, {}, {}, False, 10, Alive(url), "test")
+    assert [record.get("error") for record in records] == [None, "http 500", "connection", "error event", "aborted", "cut", None]
+    assert records[0]["output_ids"] == [8, 9] and records[0]["counts"] == [1, 2] and records[0]["spec"]["verify_steps"] == 1
+    assert "broken" in records[1]["message"] and "out of memory" in records[3]["message"] and wall > 0
+    records, _ = bench.run_unit(url, [{"id": "6", "prompt_ids": [6]}], 1, {}, {}, True, 10, Alive(url), "test")
+    assert records[0]["output_ids"] == [8, 9]
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(bench.UserError, match="went away"):
+        bench.run_unit(url, prompts, 2, {}, {}, False, 10, Given(url), "test")
+
+
+# ---- the doctor ----
+@pytest.fixture
+def patient(tmp_path):
+    """A healthy drafter, its run folder and the facts of a healthy server; returns examine(**changes of the server)."""
+    tokens = np.arange(100, 100 + 2 * DRAFT_VOCAB, 2)
+    folder, run_dir = make_drafter(tmp_path / "output" / "best", tokens.tolist()), tmp_path
+    (run_dir / "vocab_mapping").mkdir()
+    np.save(run_dir / "vocab_mapping" / "d2t.npy", tokens - np.arange(DRAFT_VOCAB))
+    (run_dir / "responses").mkdir()
+    (run_dir / "responses" / "part-00000.jsonl").write_text(json.dumps({"id": "a", "prompt_ids": [1, 2, 3, 4]}) + "\n")
+    norm = next(value for name, value in load_file(TINY_KIMI / "model.safetensors").items() if name.endswith("model.norm.weight")).float()
+    state = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1)) * 3
+    (run_dir / "hidden_states" / "ab").mkdir(parents=True)
+    sample = run_dir / "hidden_states" / "ab" / "a.safetensors"
+
+    def save(states):
+        save_file({"last_hidden_states": states.to(torch.bfloat16)}, sample)
+
+    save(state / state.pow(2).mean(1, keepdim=True).sqrt() * norm)
+    server = {"version": "0.5.23", "model_path": str(TINY_KIMI), "context_length": None, "speculative_draft_model_quantization": None}
+
+    def edit(**changes):
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+    def store(**changes):
+        save_file({name: value for name, value in (load_file(folder / "model.safetensors") | changes).items() if value is not None},
+                  folder / "model.safetensors")
+
+    def causes(prompts=None, accept=None, check=None, **changes):
+        facts = bench.Facts(folder, json.loads((folder / "eagle3.json").read_text()), server | changes, run_dir,
+                            prompts or [{"id": "a", "prompt_ids": [9, 3, 4]}])
+        found = bench.diagnose(facts, accept, check)
+        assert not found["unchecked"], found["unchecked"]
+        return [finding["cause"] for finding in found["findings"]]
+
+    return argparse.Namespace(folder=folder, run_dir=run_dir, edit=edit, store=store, causes=causes, save=save, state=state, tokens=tokens)
+
+
+def test_a_healthy_drafter_has_nothing(patient):
+    assert patient.causes() == []
+    assert patient.causes(accept={"correct_drafts": 5, "verify_steps": 9}) == []
+
+
+LAYERS = {"eagle_aux_hidden_state_layer_ids": CAPTURE_LAYERS}
+PLANTED = {
+    "capture layers": lambda p: p.edit(eagle_config={"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in CAPTURE_LAYERS]}),
+    "eagle_config misplaced": lambda p: p.edit(eagle_config="absent", **LAYERS),
+    "head_dim": lambda p: p.edit(head_dim="absent"),
+    "RoPE": lambda p: p.edit(rope_theta=10000.0),
+    "max positions below the context": lambda p: p.edit(max_position_embeddings=2048),
+    "d2t read as ids": lambda p: p.store(d2t=torch.tensor(p.tokens)),
+    "stale vocabulary map": lambda p: p.store(d2t=torch.tensor(p.tokens + 1 - np.arange(DRAFT_VOCAB))),
+    "embedding not shared": lambda p: p.edit(target_hidden_size=HIDDEN // 2),
+    "final state before the norm": lambda p: p.save(p.state),
+    "norm flags": lambda p: p.edit(norm_output=True),
+    "weights": lambda p: p.store(**{"fc.weight": None}),
+}
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_the_doctor_names_the_planted_cause_and_no_other(patient, cause):
+    PLANTED[cause](patient)
+    assert patient.causes() == [cause]
+
+
+def test_the_doctor_names_faults_of_the_server_and_the_prompts(patient):
+    assert patient.causes(version="0.5.12.post1") == ["capture layers"]  # adds 1 to every id
+    assert patient.causes(context_length=8192) == ["max positions below the context"]
+    assert patient.causes(speculative_draft_model_quantization="fp8") == ["quantised draft"]
+    assert patient.causes(prompts=[{"id": "a", "prompt_ids": [9, 4, 5]}]) == ["chat template or thinking mode"]
+    assert patient.causes(accept={"correct_drafts": 0, "verify_steps": 9}) == ["accept_length exactly 1.00"]
+    patient.edit(rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert patient.causes() == ["RoPE"]
+
+
+def test_a_cause_that_cannot_be_checked_is_said(patient):
+    found = bench.diagnose(bench.Facts(patient.folder, {}, None, None, []), None, None)
+    assert not found["findings"] and {"capture layers", "quantised draft", "stale vocabulary map", "final state before the norm"} <= set(found["unchecked"])
+
+
+def test_gap_between_prediction_and_serving():
+    records = [answer(f"p{n}", list(range(21)), verify=10, correct=10, histogram=[0, 10]) for n in range(10)]
+    samples = {f"p{n}": [10, 10] for n in range(10)}
+    check = bench.prediction_check({"accept_length": 2.0, "samples": samples}, records, 0)
+    assert check["predicted"] == check["served"] == 2 and check["equal_answers"] == 10 and check["of_validation"]
+    check = bench.prediction_check({"accept_length": 2.0, "samples": {name: [8, 12] for name in samples}}, records, 0)
+    assert check["predicted"] == 2.5 and check["ratio"] == pytest.approx(0.8) and check["equal_answers"] == 0
+
+
+# ---- whole runs on the real engine ----
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A run file for the tiny target and a random drafter, and prompts; write(port) -> its path."""
+    folder = tmp_path_factory.mktemp("bench")
+    drafter = make_drafter(folder / "draft", range(0, 2 * DRAFT_VOCAB, 2))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"id": f"p{n}", "source": "a" if n % 2 else "b", "prompt": f"Question {n}: what is a list?"})
+                                                  + "\n" for n in range(6)))
+
+    def write(name: str, **flags) -> tuple[Path, Path]:
+        run = folder / name
+        command = ["{python}", str(ROOT / "scripts/cpu_engine/serve.py")]
+        plain = {"model-path": str(TINY_KIMI), "port": free_port(), "dtype": "float32", "sleep-on-idle": True}
+        speculative = {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": str(drafter), "speculative-num-steps": 3,
+                       "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4}
+        document = {"run_dir": str(run), "benchmark": {
+            "launch": True, "draft-path": str(drafter), "prompts": str(folder / "prompts.jsonl"), "concurrency": [1, 3], "max-tokens": 24,
+            "launch-timeout": 300, "output-dir": "{run_dir}/report"} | flags, "servers": {
+            "plain": {"command": command, "flags": plain, "env": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}},
+            "speculative": {"extends": "plain", "flags": speculative}}}
+        run.mkdir()
+        (run / "run.yaml").write_text(yaml.safe_dump(document))
+        return run / "run.yaml", run / "report"
+
+    return write
+
+
+def start(config: Path) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-u", str(ROOT / "05_benchmark.py"), "--config", str(config)], text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+def wait_for(process: subprocess.Popen, words: str) -> list[str]:
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return lines
+    raise AssertionError(f"ended before {words!r}:\n{''.join(lines)}")
+
+
+def port_of(config: Path) -> int:
+    return yaml.safe_load(config.read_text())["servers"]["plain"]["flags"]["port"]
+
+
+def port_is_free(port: int, within: float = 20) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+                return True
+            except OSError:
+                time.sleep(0.2)
+    return False
+
+
+def test_killed_in_the_middle_it_goes_on_and_its_figures_are_those_of_the_raw_answers(workplace):
+    config, out = workplace("resume")
+    process = start(config)
+    wait_for(process, "plain c1 r0 finished")
+    process.kill()
+    process.wait()
+    assert port_is_free(port_of(config)), "a server outlived 05"
+    before = (out / "raw.jsonl").read_bytes()
+    assert "Incomplete: 1 of 4 units" in (out / "report.md").read_text()
+    done = run_script("05_benchmark", "--config", config)
+    assert done.returncode == 0, done.stderr
+    assert "1 finished before" in done.stdout and "\r" not in done.stdout and done.stdout.splitlines()[-1].endswith(f"done: {out / 'report.md'}")
+    rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
+    assert (out / "raw.jsonl").read_bytes().startswith(before)
+
+    report = json.loads((out / "report.json").read_text())
+    for level in (1, 3):
+        for variant in ("plain", "speculative"):
+            answers = [r for r in rows if r["kind"] == "request" and r["variant"] == variant and r["level"] == level]
+            unit, = [r for r in rows if r["kind"] == "unit" and r["variant"] == variant and r["level"] == level]
+            figures = report["levels"][str(level)][variant]
+            assert len(answers) == 6 and all(len(r["output_ids"]) == r["completion_tokens"] == r["counts"][-1] for r in answers)
+            assert figures["tok_s"] == pytest.approx(sum(len(r["output_ids"]) for r in answers) / unit["wall_s"])
+            assert figures["ttft_s"]["p50"] == pytest.approx(np.percentile([r["times_s"][0] for r in answers], 50))
+            if variant == "speculative":
+                verify, correct = (sum(r["spec"][key] for r in answers) for key in ("verify_steps", "correct_drafts"))
+                assert figures["accept"]["accept_length"] == 1 + correct / verify and verify > 0
+                assert len(figures["accept"]["accept_by_position"]) == 3
+                assert figures["same_text"] == {"compared": 6, "equal": 6, "share": 1.0, "differences": []}  # SGLang's speculation is lossless
+            else:
+                assert figures["accept"] is None
+    assert set(report["verdict"]) == {"1", "3"} and set(report["variants"]["speculative"]["by_source"]) == {"prompts"}
+    for name in ("speed_up.png", "acceptance.png", "groups.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in (out / "report.md").read_text()
+    manifest = bench.read_manifest(out, "05_benchmark")
+    assert manifest["counts"] == {"kept": 6, "units": 4, "failed": {}} and manifest["versions"]["sglang"] == ["0.5.23"]
+
+    again = run_script("05_benchmark", "--config", config)
+    assert again.returncode == 0 and "complete already" in again.stdout and len(again.stdout.splitlines()) < 6
+    other = run_script("05_benchmark", "--config", config, "--max-tokens", 25)
+    assert other.returncode == 2 and "max-tokens: 24 there, 25 now" in other.stderr and len(other.stderr.splitlines()) == 1
+
+
+def test_a_server_that_dies_is_one_line_that_names_its_log_and_sigterm_leaves_no_server(workplace):
+    config, out = workplace("dies", **{"max-tokens": 2000, "fixed-length": True})
+    process = start(config)
+    wait_for(process, "plain c1 r0 0/6")  # the first answer takes many seconds
+    server = next(int(pid) for pid in os.listdir("/proc") if pid.isdigit() and os.path.exists(f"/proc/{pid}/cmdline")
+                  and f"--port\0{port_of(config)}" in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"))
+    os.killpg(server, signal.SIGKILL)
+    rest = process.stdout.read()
+    assert process.wait() == 2 and "went away" in rest and str(config.parent / "logs" / "server_plain.log") in rest
+    assert "Traceback" not in rest
+
+    process = start(config)
+    wait_for(process, "plain c1 r0 0/6")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130
+    assert port_is_free(port_of(config)), "a server outlived 05"
+
+
+def test_bad_input_is_one_line_and_exit_2(workplace, tmp_path, engine):
+    def refused(*args) -> str:
+        done = run_script("05_benchmark", *args)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, (done.returncode, done.stderr)
+        return done.stderr
+
+    config, _ = workplace("bad")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port_of(config)))
+        taken.listen()
+        assert f"port {port_of(config)} is taken" in refused("--config", config)
+    assert "no SGLang answers" in refused("--base-url", f"http://127.0.0.1:{free_port()}", "--output-dir", tmp_path / "r1")
+    assert "--base-url" in refused("--output-dir", tmp_path / "r2")
+    assert "holds no config.json" in refused("--config", config, "--draft-path", tmp_path)
+    assert "Make them equal" in refused("--config", config, "--draft-path", make_drafter(tmp_path / "other", range(9)))
+    server, prompts = engine(), config.parent.parent / "prompts.jsonl"
+    # where two answers part: the target's own log-probabilities of the two tokens
+    answer = post(f"{server.url}/generate", {"input_ids": [7, 8, 9], "return_logprob": True, "top_logprobs_num": 2,
+                                             "sampling_params": {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}})
+    (best, first, _), (next_best, second, _) = answer["meta_info"]["output_top_logprobs"][2]
+    probe = bench.probe_difference(server.url, {}, {"prompt_ids": [7, 8, 9]}, answer["output_ids"][:2], [first, second], near_tie=1e-3)
+    assert probe["gap"] == pytest.approx(best - next_best, abs=1e-3) and probe["kind"] == ("near-tie" if probe["gap"] <= 1e-3 else "fault")
+    assert bench.probe_difference(server.url, {}, {}, [], [None, 5], 1)["kind"] == "one answer is the beginning of the other"
+
+    assert "runs without EAGLE3" in refused("--base-url", server.url, "--prompts", prompts, "--output-dir", tmp_path / "r3")
+    wrong = make_drafter(tmp_path / "wrong", range(9))
+    (wrong / "eagle3.json").write_text(json.dumps({"target": "another-model"}))
+    assert "was trained for another-model" in refused("--base-url", server.url, "--baseline-url", server.url, "--draft-path", wrong,
+                                                      "--prompts", prompts, "--output-dir", tmp_path / "r4")
+
+
+@pytest.mark.slow  # one server start per point
+def test_sweep_names_the_best_flags_and_a_line_that_starts_them(workplace):
+    config, out = workplace("sweep", sweep=True, concurrency=[2], **{"sweep-grid": ["1,1,2", "2,2,4"], "limit": 4})
+    done = run_script("05_benchmark", "--config", config, timeout=900)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((out / "report.json").read_text())
+    assert set(report["levels"]["2"]) == {"plain", "steps1-topk1-drafts2", "steps2-topk2-drafts4"}
+    assert all(len(report["variants"][name]["accept"]["accept_by_position"]) == steps for name, steps in
+               (("steps1-topk1-drafts2", 1), ("steps2-topk2-drafts4", 2)))
+    assert all(report["levels"]["2"][name]["same_text"]["share"] == 1 for name in report["variants"])
+    best = report["sweep"]["2"]
+    fastest = max(report["levels"]["2"], key=lambda name: report["levels"]["2"][name]["tok_s"])
+    assert best["variant"] == fastest and "--model-path" in best["command"]
+    if fastest != "plain":
+        assert f"--speculative-num-steps {fastest[5]} --speculative-eagle-topk {fastest[11]}" in best["command"]

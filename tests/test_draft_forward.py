@@ -1,0 +1,175 @@
+"""Proofs 2 and 5: SGLang's own LlamaForCausalLMEagle3, loading what 04 exports, computes what 04 trained; and captures the layers 04 was fed.
+
+Run as a script, this file is the SGLang side: `python test_draft_forward.py WORK` loads WORK/draft in its own process on the CPU engine (which replaces
+modules, so not in pytest's), extends requests of several lengths in one batch, decodes, and writes the logits to WORK/sglang.safetensors.
+"""
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parent.parent
+PREFIXES, STEPS = [3, 17, 29], 4  # tokens of the prefixes drafted after; TTT steps
+LENGTH = 40
+
+
+def sglang_side(work: Path) -> None:
+    sys.path.insert(0, str(ROOT / "scripts/cpu_engine"))
+    import serve
+    serve.prepare()
+    from sglang.benchmark import one_batch
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+    argv = ["--model-path", str(work / "draft"), "--tokenizer-path", str(ROOT / "scripts/tiny_kimi"), "--disable-radix-cache"]
+    for flag, value in (serve.DEFAULTS | {"--max-total-tokens": "1024"}).items():
+        argv += [flag] if value is True else [flag, value]
+    server_args = prepare_server_args(argv)
+    server_args.resolve_once()
+    one_batch.publish(server_args, role="scheduler",
+                      ranks=one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(server_args, tp_rank=0, pp_rank=0), gpu_id=0))
+    one_batch._init_process_global_configs()
+    runner = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)[0].torch_runner
+    inner = runner.model.model
+    data = load_file(work / "input.safetensors")
+    inner.embed_tokens.weight.data.copy_(data["embed"])  # as SGLang's worker does with the target's
+    ids, aux = data["input_ids"], data["aux_hidden_states"]
+    fed, seen = [], []
+
+    def give(module, args, kwargs):  # what the EAGLE worker puts into the batch: the target's states, later the draft's own
+        (kwargs.get("forward_batch") or args[2]).spec_info = SimpleNamespace(hidden_states=fed[-1])
+
+    def take(module, args, kwargs, output):
+        (kwargs.get("forward_batch") or args[2]).spec_info = None
+        seen.append(output)
+
+    inner.register_forward_pre_hook(give, with_kwargs=True)
+    inner.register_forward_hook(take, with_kwargs=True)
+    out = {}
+    fed.append(torch.cat([aux[:n] for n in PREFIXES]))  # positions 0..n-1 with tokens x[1..n]
+    _, last, batch = one_batch.extend(one_batch.prepare_synthetic_inputs_for_latency_test(0, 0, [ids[1:n + 1].tolist() for n in PREFIXES]), runner)
+    normed, (pre_norm,) = seen[-1]
+    logits = normed @ runner.model.lm_head.weight[:last.shape[1]].t()  # SGLang pads the vocabulary
+    ends = np.cumsum(PREFIXES) - 1
+    torch.testing.assert_close(logits[ends], last, rtol=1e-5, atol=1e-5)
+    for n, part in zip(PREFIXES, logits.split(PREFIXES)):
+        out[f"extend-{n}"] = part
+    fed.append(pre_norm[ends])
+    for k in range(1, STEPS):
+        _, logits = one_batch.decode(torch.tensor([ids[n + k] for n in PREFIXES]), batch, runner)
+        fed.append(seen[-1][1][0])
+        for n, row in zip(PREFIXES, logits):
+            out[f"decode-{n}-{k}"] = row
+    out["hot_token_id"] = runner.model.get_hot_token_id()
+    uninitialised = {name for name, _ in runner.model.named_parameters()} - {"model.embed_tokens.weight"} - {
+        f"model.{name}" for name in ("fc.weight", "norm.weight", *(f"layers.0.{part}.weight" for part in (
+            "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", "input_layernorm", "hidden_norm", "post_attention_layernorm")))} - {
+        "lm_head.weight"}
+    assert not uninitialised, uninitialised
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in out.items()}, work / "sglang.safetensors")
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    sglang_side(Path(sys.argv[1]))
+    sys.exit()
+
+from conftest import load_script  # noqa: E402
+from train_reference import random_sample, write_hidden_states, write_target  # noqa: E402
+
+train = load_script("04_train")
+
+
+def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int):
+    """A random drafter with the widths and vocabulary of the tiny target, exported to work/draft, and one sample in work/input.safetensors."""
+    target = write_target(work / "target", vocab=512, hidden=64)
+    tensors = load_file(target / "model.safetensors")
+    embed, head = tensors["language_model.model.embed_tokens.weight"], tensors["language_model.lm_head.weight"]
+    draft_ids = torch.from_numpy(np.sort(np.random.default_rng(1).choice(512, 300, replace=False)))
+    shape = train.Shape(64, heads, kv_heads, head_dim, 96, 512, 300, 1e-5, 50000.0, 4096)
+    draft = train.Drafter(shape, torch.float32, torch.device("cpu"), embed, head[draft_ids], draft_ids, 128)
+    draft.initialise(0)
+    generator = torch.Generator().manual_seed(5)
+    for view in draft.master.views.values():
+        if view.dim() == 1:
+            view.add_(torch.randn(view.shape, generator=generator) * 0.2)  # norm weights of 1 would hide a swapped one
+    (work / "draft").mkdir()
+    save_file(draft.export(draft.master, torch.float32), work / "draft/model.safetensors", {"format": "pt"})
+    config = train.draft_config(shape, {"bos_token_id": 0, "eos_token_id": 1}, [1, 3, 5], "float32")
+    (work / "draft/config.json").write_text(json.dumps(config))
+    sample = random_sample(LENGTH, "all", head, np.random.default_rng(2))
+    save_file({"embed": embed, **sample}, work / "input.safetensors")
+    write_hidden_states(work / "hidden_states", {"a": sample})
+    return draft, sample
+
+
+def test_sglang_computes_the_same_logits(tmp_path, monkeypatch):
+    draft, sample = make_drafter(tmp_path, heads=4, kv_heads=2, head_dim=32)  # grouped heads, wider than 64 / 4
+    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert (tmp_path / "sglang.safetensors").is_file(), done.stderr[-3000:]
+    theirs = load_file(tmp_path / "sglang.safetensors")
+
+    ours, original = [], train.soft_cross_entropy
+    monkeypatch.setattr(train, "soft_cross_entropy", lambda logits, *rest: (ours.append(logits.clone()), original(logits, *rest))[1])
+    spans = train.mask_spans(sample["loss_mask"])
+    packed = train.Sample("a", train.sample_path(tmp_path / "hidden_states", "a"), LENGTH, spans, np.ones(LENGTH, np.float32))
+    train.ttt_pass(draft, train.collate([packed], STEPS, 64), [1.0] * STEPS)
+    assert packed.rows(STEPS) == (0, LENGTH - 2, LENGTH - 2) and len(ours) == STEPS  # row p of ours[k]: step k at position p
+    assert ours[0].abs().max() > 1
+    for n in PREFIXES:
+        torch.testing.assert_close(theirs[f"extend-{n}"], ours[0][:n], rtol=0, atol=1e-4)
+        for k in range(1, STEPS):
+            torch.testing.assert_close(theirs[f"decode-{n}-{k}"], ours[k][n - 1], rtol=0, atol=1e-4)
+    assert torch.equal(theirs["hot_token_id"], draft.draft_ids)
+
+
+def up_to_0_5_12(layer_ids, num_layers):
+    """SGLang 0.5.12, srt/models/deepseek_v2.py, set_eagle3_layers_to_capture."""
+    if layer_ids is None:
+        return [2, num_layers // 2, num_layers - 3]
+    return [val + 1 for val in layer_ids]
+
+
+def from_0_5_13(layer_ids, num_layers):
+    """SGLang 0.5.15.post1 and 0.5.23, the same function."""
+    if layer_ids is None:
+        return [2, num_layers // 2, num_layers - 3]
+    if layer_ids and layer_ids[0] == 1:
+        return [val + 1 for val in layer_ids]
+    return list(layer_ids)
+
+
+@pytest.mark.parametrize("layers", [[3, 31, 59], [2, 4, 6], [2, 30, 58], [0, 4, 6]], ids=str)
+def test_exported_layer_ids_lead_both_rules_to_the_layers(layers):
+    for version in ("0.5.10", "0.5.11.post1", "0.5.12"):
+        if layers[0] == 0:
+            with pytest.raises(train.UserError, match="cannot capture"):
+                train.layer_ids(layers, version)
+        else:
+            assert up_to_0_5_12(train.layer_ids(layers, version), 61) == layers == train.captured_layers(train.layer_ids(layers, version), version)
+    for version in ("0.5.13", "0.5.15.post1", "0.5.23"):
+        assert from_0_5_13(train.layer_ids(layers, version), 61) == layers == train.captured_layers(train.layer_ids(layers, version), version)
+    config = train.draft_config(train.Shape(64, 4, 4, 16, 96, 512, 300, 1e-5, 5e4, 4096), {}, train.layer_ids([3, 31, 59], "0.5.12"), "bfloat16")
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 30, 58]  # the only place SGLang looks at
+
+
+def test_layers_that_no_ids_express_are_refused():
+    with pytest.raises(train.UserError, match="cannot capture layers"):
+        train.layer_ids([1, 4, 6], "0.5.23")  # [1, ...] would be read as 2, ..., and [0, ...] as 0
+    assert up_to_0_5_12(train.layer_ids([1, 4, 6], "0.5.12"), 61) == [1, 4, 6]
+
+
+def test_kimis_sizes_are_exported_as_they_are():
+    """7168 / 64 would be 112; Kimi's heads are 128 wide. target_hidden_size, norm_output and norm_before_residual stay out."""
+    target = {"hidden_size": 7168, "vocab_size": 163840, "num_attention_heads": 64, "v_head_dim": 128, "intermediate_size": 18432,
+              "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 262144}
+    shape = train.draft_shape(train.build_parser().parse_args([]), target, 32000)
+    config = train.draft_config(shape, target, [3, 31, 59], "bfloat16")
+    assert (config["head_dim"], config["num_key_value_heads"], config["max_position_embeddings"]) == (128, 8, 262144)
+    assert not {"target_hidden_size", "norm_output", "norm_before_residual", "rope_scaling"} & set(config)
+    assert shape.weights()["q_hidden"] == (8192, 7168) and shape.weights()["fc"] == (7168, 21504)
+    assert round(sum(map(np.prod, train.Shape(7168, 64, 64, 128, 18432, 163840, 32000, 1e-5, 5e4, 262144).weights().values())) / 1e6) == 1191  # DESIGN 8

@@ -1,0 +1,426 @@
+"""03_extract on the real engine: killed and resumed it ends in the same bytes; each kind of damage is found; a full disk loses nothing."""
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import ROOT, TINY_KIMI, Engine, free_port, load_script, post
+from test_capture import text_model
+
+SAMPLES = 150
+# One request a prefill: the last bits of a float depend on what else is in the batch, and here bytes are compared
+FLAGS = {"disable-radix-cache": True, "max-running-requests": 1, "chunked-prefill-size": 128}
+
+
+def environment(patched_sglang: Path, capture_dir: Path) -> dict[str, str]:
+    return {"PYTHONPATH": str(patched_sglang), "EAGLE3_CAPTURE_DIR": str(capture_dir), "EAGLE3_CAPTURE_LAYERS": "2,4,6"}
+
+
+@pytest.fixture(scope="module")
+def capture_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("incoming")
+
+
+@pytest.fixture(scope="module")
+def server(patched_sglang, capture_dir, tmp_path_factory):
+    engine = Engine(tmp_path_factory.mktemp("extract") / "log", TINY_KIMI, FLAGS, environment(patched_sglang, capture_dir))
+    yield engine
+    engine.kill()
+
+
+@pytest.fixture(autouse=True)
+def alive(request):
+    """A test may leave the server dead; the next one finds it running."""
+    if "server" in request.fixturenames:
+        engine = request.getfixturevalue("server")
+        if engine.process.poll() is not None:
+            engine.start()
+
+
+def write_responses(folder: Path, rows: list[dict]) -> Path:
+    folder.mkdir(parents=True)
+    half = len(rows) // 2
+    for number, part in enumerate((rows[:half], rows[half:])):
+        (folder / f"part-{number:05d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (folder / "manifest.json").write_text(json.dumps({"schema": 1, "stage": "01_generate", "counts": {"kept": len(rows), "dropped": {}}}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(server):
+    """Greedy responses of the engine itself; some samples are longer than the prefill chunk of 128."""
+    chance = random.Random(0)
+    prompts = [[chance.randrange(300, 2000) for _ in range(chance.choice([4, 9, 30, 140, 300]))] for _ in range(SAMPLES)]
+    answers = post(f"{server.url}/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}})
+    return [{"id": f"p{number:03d}-t0", "prompt_ids": prompt, "response_ids": answer["output_ids"]}
+            for number, (prompt, answer) in enumerate(zip(prompts, answers))]
+
+
+@pytest.fixture(scope="module")
+def responses(rows, tmp_path_factory):
+    return write_responses(tmp_path_factory.mktemp("run") / "responses", rows)
+
+
+def command(responses: Path, output: Path, url: str, capture_dir: Path, *more) -> list[str]:
+    return [sys.executable, "-u", str(ROOT / "03_extract.py"), "--data-dir", str(responses), "--output-dir", str(output), "--base-url", url,
+            "--capture-dir", str(capture_dir), "--concurrency", "4", "--log-interval", "1", *map(str, more)]
+
+
+def extract(*argv, code=0, timeout=400) -> subprocess.CompletedProcess:
+    done = subprocess.run(command(*argv), text=True, capture_output=True, timeout=timeout, cwd=ROOT)
+    assert done.returncode == code, (done.returncode, done.stdout[-2000:], done.stderr[-2000:])
+    assert "\r" not in done.stdout
+    if code == 0:
+        assert done.stdout.splitlines()[-1].endswith(f"done: {argv[1]}") and done.stderr == ""
+    else:
+        assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("03_extract: ")
+    return done
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """sha256 of every file that the stage leaves, journal apart (its lines are in the order of arrival)."""
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.name not in ("landed.jsonl", ".lock")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(responses, server, capture_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "hidden_states"
+    extract(responses, folder, server.url, capture_dir)
+    return folder
+
+
+@pytest.fixture
+def copy(undisturbed, tmp_path):
+    return shutil.copytree(undisturbed, tmp_path / "hidden_states")
+
+
+def sample_path(folder: Path, sample_id: str) -> Path:
+    return folder / hashlib.sha256(sample_id.encode()).hexdigest()[:2] / f"{sample_id}.safetensors"
+
+
+def test_every_sample_is_there_with_its_ids(undisturbed, rows, capture_dir, responses):
+    manifest = json.loads((undisturbed / "manifest.json").read_text())
+    index = [json.loads(line) for line in (undisturbed / "index.jsonl").read_text().splitlines()]
+    assert manifest["index_sha256"] == hashlib.sha256((undisturbed / "index.jsonl").read_bytes()).hexdigest()
+    assert manifest["counts"] == {"kept": SAMPLES, "dropped": {}, "truncated": 0, "tokens": sum(row["tokens"] for row in index)}
+    assert manifest["inputs"] == {"responses": hashlib.sha256((responses / "manifest.json").read_bytes()).hexdigest()}
+    assert (manifest["capture_layers"], manifest["hidden_size"], manifest["target"], manifest["sglang_version"], manifest["dtype"]) == (
+        [2, 4, 6], 256, TINY_KIMI.name, "0.5.23", "float32")
+    assert [row["id"] for row in index] == sorted(row["id"] for row in rows)
+    for row, entry in zip(sorted(rows, key=lambda row: row["id"]), index):
+        tensors = load_file(sample_path(undisturbed, row["id"]))
+        ids = row["prompt_ids"] + row["response_ids"]
+        assert tensors["input_ids"].tolist() == ids and entry["tokens"] == len(ids)
+        assert tensors["loss_mask"].tolist() == [0] * len(row["prompt_ids"]) + [1] * len(row["response_ids"])
+    assert list(capture_dir.iterdir()) == []  # nothing left of it, nothing of the requests that made the responses
+
+
+def test_complete_already(undisturbed, responses, capture_dir):
+    before = contents(undisturbed)
+    done = extract(responses, undisturbed, "http://127.0.0.1:9", capture_dir)  # no server is needed
+    assert "complete already" in done.stdout and contents(undisturbed) == before
+
+
+def killed_rounds(rounds: int, seed: int, responses, server, capture_dir, folder: Path) -> None:
+    """kill -9 of 03, of the server, or of both, at random moments; 03 is run to its end after the last one."""
+    chance = random.Random(seed)
+    for number in range(rounds):
+        victim = ("03", "server", "both")[number % 3]
+        process = subprocess.Popen(command(responses, folder, server.url, capture_dir), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   cwd=ROOT)
+        landed = folder / "landed.jsonl"
+        had = len(landed.read_text().splitlines()) if landed.exists() else 0
+        stop_at = had + chance.randrange(1, max(2, SAMPLES // (rounds + 2)))
+        while process.poll() is None and (not landed.exists() or len(landed.read_text().splitlines()) < stop_at):
+            time.sleep(0.005)
+        time.sleep(chance.random() * 0.1)
+        if victim in ("server", "both"):
+            server.kill()
+        if victim in ("03", "both"):
+            process.kill()
+            process.communicate()
+        if victim in ("server", "both"):
+            server.start()
+        if victim == "server":  # the same process goes on by itself; it is stopped politely, so that the next round has work
+            time.sleep(chance.random())
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+            assert process.returncode in (0, 130), out
+            assert "is away" in out or process.returncode == 0, out
+
+
+def test_killed_and_resumed_equals_undisturbed(undisturbed, responses, server, capture_dir, tmp_path):
+    killed_rounds(3, 1, responses, server, capture_dir, tmp_path / "hidden_states")
+    extract(responses, tmp_path / "hidden_states", server.url, capture_dir)
+    assert contents(tmp_path / "hidden_states") == contents(undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(undisturbed, responses, server, capture_dir, tmp_path):
+    killed_rounds(20, 2, responses, server, capture_dir, tmp_path / "hidden_states")
+    extract(responses, tmp_path / "hidden_states", server.url, capture_dir)
+    assert contents(tmp_path / "hidden_states") == contents(undisturbed)
+
+
+def test_a_server_that_restarts_is_waited_for(undisturbed, responses, server, capture_dir, tmp_path):
+    folder = tmp_path / "hidden_states"
+    process = subprocess.Popen(command(responses, folder, server.url, capture_dir), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    while not (folder / "landed.jsonl").exists() or len((folder / "landed.jsonl").read_text().splitlines()) < 10:
+        time.sleep(0.01)
+    server.kill()
+    server.start()
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and "is away" in out and "is back" in out, out
+    assert contents(folder) == contents(undisturbed)
+
+
+def test_a_server_that_stays_away_ends_in_one_line(responses, server, capture_dir, tmp_path):
+    folder = tmp_path / "hidden_states"
+    process = subprocess.Popen(command(responses, folder, server.url, capture_dir, "--server-wait", "2"), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    while not (folder / "landed.jsonl").exists() or len((folder / "landed.jsonl").read_text().splitlines()) < 10:
+        time.sleep(0.01)
+    server.kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and len(err.splitlines()) == 1 and server.url in err and "away for 2 s" in err
+    server.start()
+
+
+def test_max_length_cuts_and_says_so(rows, responses, server, capture_dir, tmp_path):
+    done = extract(responses, tmp_path / "cut", server.url, capture_dir, "--max-length", 145)
+    manifest = json.loads((tmp_path / "cut/manifest.json").read_text())
+    full = {row["id"]: len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows}
+    cut = {row["id"] for row in rows if full[row["id"]] > 145 and len(row["prompt_ids"]) < 145}
+    gone = {row["id"] for row in rows if len(row["prompt_ids"]) >= 145}
+    assert cut and gone
+    assert manifest["counts"]["dropped"] == {"prompt fills --max-length": len(gone)} and manifest["counts"]["truncated"] == len(cut)
+    assert f"truncated {len(cut)}" in done.stdout
+    index = {row["id"]: row for row in map(json.loads, (tmp_path / "cut/index.jsonl").read_text().splitlines())}
+    assert {key for key, row in index.items() if row["truncated"]} == cut and set(index) == set(full) - gone
+    assert all(index[key]["tokens"] == 145 and len(load_file(sample_path(tmp_path / "cut", key))["input_ids"]) == 145 for key in cut)
+    refused = extract(responses, tmp_path / "cut", server.url, capture_dir, "--max-length", 146, code=2)
+    assert "max_length: 145 there, 146 now" in refused.stderr
+
+
+# ---- --verify ----
+def rewrite(path: Path, change) -> None:
+    """Change tensors or metadata of a file as its writer would have written them: with a checksum that fits."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8:8 + length]), bytearray(raw[8 + length:])
+    tensors = {name: np.frombuffer(data, dtype={"F32": np.float32, "I32": np.int32, "U8": np.uint8}[tensor["dtype"]],
+                                   count=int(np.prod(tensor["shape"])), offset=tensor["data_offsets"][0]).reshape(tensor["shape"])
+               for name, tensor in header.items() if name != "__metadata__"}
+    change(tensors, header["__metadata__"])
+    header["__metadata__"]["checksum"] = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def restamp(folder: Path) -> None:
+    """Write the files' checksums into the journal, as if they had arrived so."""
+    lines = [json.loads(line) for line in (folder / "landed.jsonl").read_text().splitlines()]
+    for row in lines:
+        if "id" in row:
+            raw = sample_path(folder, row["id"]).read_bytes()
+            row["checksum"] = json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["checksum"]
+    (folder / "landed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+
+@pytest.fixture(scope="module")
+def final_norm():
+    return load_file(TINY_KIMI / "model.safetensors")["language_model.model.norm.weight"].float().numpy()
+
+
+def verify(copy, responses, capture_dir, code: int) -> subprocess.CompletedProcess:
+    return extract(responses, copy, "http://127.0.0.1:9", capture_dir, "--verify", "--verifier-path", TINY_KIMI, code=code)
+
+
+def test_verify_finds_nothing_wrong(copy, responses, capture_dir):
+    done = verify(copy, responses, capture_dir, code=0)
+    report = json.loads((copy / "verify.json").read_text())
+    assert report["failed"] == {} and report["engine_next_token_share"] == 1.0 and report["agreement"]["p0"] == 1.0
+    assert report["positions_checked"] == SAMPLES * 12 and f"all {SAMPLES} samples good" in done.stdout
+
+
+def nan_row(tensors, metadata):
+    tensors["aux_hidden_states"][3] = np.nan
+
+
+def before_final_norm(tensors, metadata):
+    tensors["last_hidden_states"][:] = tensors["last_hidden_states"] / before_final_norm.weight * 2.5
+
+
+def other_ids(tensors, metadata):
+    tensors["input_ids"][1] += 1
+
+
+def other_mask(tensors, metadata):
+    tensors["loss_mask"][0] = 1
+
+
+def other_layers(tensors, metadata):
+    metadata["capture_layers"] = "1,3,5"
+
+
+def rows_shifted(tensors, metadata):
+    tensors["last_hidden_states"][:] = np.roll(tensors["last_hidden_states"], 1, axis=0)
+
+
+@pytest.mark.parametrize("change, words", [
+    (nan_row, "not finite"), (before_final_norm, "not after the final norm (size 2.500, expected 1)"), (other_ids, "ids are not the response's"),
+    (other_mask, "loss mask is not the response's"), (other_layers, "captured with another capture_layers"), (rows_shifted, "response tokens")],
+    ids=lambda value: getattr(value, "__name__", ""))
+def test_verify_finds_a_sample_written_wrong(change, words, copy, responses, capture_dir, final_norm):
+    before_final_norm.weight = final_norm
+    rewrite(sample_path(copy, "p007-t0"), change)
+    restamp(copy)
+    done = verify(copy, responses, capture_dir, code=2)
+    report = json.loads((copy / "verify.json").read_text())
+    assert list(report["failed"]) == ["p007-t0"] and words in report["failed"]["p007-t0"]
+    assert "--redo-failed" in done.stderr and not (copy / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("damage, words", [("torn", "its header says"), ("flipped", "checksum"), ("gone", "No such file")])
+def test_verify_finds_a_damaged_file_and_redo_mends_it(damage, words, copy, undisturbed, responses, capture_dir, server):
+    path = sample_path(copy, "p011-t0")
+    raw = bytearray(path.read_bytes())
+    if damage == "torn":
+        path.write_bytes(raw[:-100])
+    elif damage == "flipped":
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+    else:
+        path.unlink()
+    if damage == "flipped":  # only its bytes can tell
+        verify(copy, responses, capture_dir, code=2)
+        assert words in json.loads((copy / "verify.json").read_text())["failed"]["p011-t0"]
+        extract(responses, copy, server.url, capture_dir, "--redo-failed")
+    else:  # seen at once, and extracted again before anything is verified
+        done = extract(responses, copy, server.url, capture_dir, "--verify", "--verifier-path", TINY_KIMI)
+        assert "to do 1 " in done.stdout
+        (copy / "verify.json").unlink()
+    assert contents(copy) == contents(undisturbed)
+
+
+def test_verify_finds_a_last_state_taken_one_block_early(copy, rows, responses, capture_dir, tmp_path):
+    """Normed, so its size is right; but it does not choose the engine's tokens."""
+    model = text_model(tmp_path / "hf", TINY_KIMI)
+    for row in rows:
+        with torch.no_grad():
+            states = model(torch.tensor([row["prompt_ids"] + row["response_ids"]]), output_hidden_states=True).hidden_states
+            early = model.model.norm(states[-2][0]).numpy()
+
+        def change(tensors, metadata):
+            tensors["last_hidden_states"][:] = early
+
+        rewrite(sample_path(copy, row["id"]), change)
+    restamp(copy)
+    done = verify(copy, responses, capture_dir, code=2)
+    assert "not the states that its logits come from" in done.stderr
+
+
+# ---- Bad input, a full disk, failing samples ----
+def test_bad_input_is_one_line(responses, capture_dir, tmp_path):
+    assert "Run 01_generate.py first" in extract(tmp_path / "none", tmp_path / "out", "http://127.0.0.1:9", capture_dir, code=2).stderr
+    assert "no server answers there" in extract(responses, tmp_path / "out", f"http://127.0.0.1:{free_port()}", capture_dir, code=2).stderr
+    assert "expected http://HOST:PORT" in extract(responses, tmp_path / "out", "127.0.0.1:3000", capture_dir, code=2).stderr
+    bad = write_responses(tmp_path / "bad", [{"id": "a", "prompt_ids": [5], "response_ids": [6]}, {"id": "../b", "prompt_ids": [5], "response_ids": [6]}])
+    assert "part-00001.jsonl:1: id '../b' is no safe file name" in extract(bad, tmp_path / "o2", "http://127.0.0.1:9", capture_dir, code=2).stderr
+    twice = write_responses(tmp_path / "twice", [{"id": "a", "prompt_ids": [5], "response_ids": [6]}] * 2)
+    assert "id 'a' is there twice" in extract(twice, tmp_path / "o3", "http://127.0.0.1:9", capture_dir, code=2).stderr
+    torn = write_responses(tmp_path / "torn", [{"id": "a", "prompt_ids": [5], "response_ids": [6]}] * 2)
+    (torn / "part-00000.jsonl").write_text('{"id": "a", "prompt_')
+    assert "part-00000.jsonl:1: no row" in extract(torn, tmp_path / "o4", "http://127.0.0.1:9", capture_dir, code=2).stderr
+
+
+def test_two_processes_on_one_folder(responses, server, capture_dir, tmp_path):
+    first = subprocess.Popen(command(responses, tmp_path / "out", server.url, capture_dir), stdout=subprocess.DEVNULL, cwd=ROOT)
+    while not (tmp_path / "out/landed.jsonl").exists():
+        time.sleep(0.01)
+    assert "another process is writing there" in extract(responses, tmp_path / "out", server.url, capture_dir, code=2).stderr
+    assert first.wait(timeout=200) == 0
+
+
+def test_a_server_of_other_layers_is_refused(responses, server, capture_dir, tmp_path, copy, undisturbed):
+    """The folder was begun with other layers than this server captures."""
+    journal = copy / "landed.jsonl"
+    lines = journal.read_text().replace('"capture_layers": [2, 4, 6]', '"capture_layers": [1, 3, 5]').splitlines(keepends=True)
+    journal.write_text("".join(lines[:1]))
+    (copy / "manifest.json").unlink()
+    assert "captured with another capture_layers [2, 4, 6] (the folder: [1, 3, 5])" in extract(responses, copy, server.url, capture_dir, code=2).stderr
+
+
+def test_a_server_without_the_patch_is_named(responses, engine, tmp_path, monkeypatch):
+    script = load_script("03_extract")
+    monkeypatch.setattr(script, "FIRST_FILE_S", 1.0)
+    with pytest.raises(script.UserError, match="nothing appeared in .*EAGLE3_CAPTURE_DIR"):
+        script.main(command(responses, tmp_path / "out", engine().url, tmp_path / "incoming")[3:])
+
+
+def test_samples_that_the_server_rejects_are_quarantined(rows, server, capture_dir, tmp_path):
+    """Too long for its context: named, counted, the others done; too many of them: stop."""
+    long = [{"id": f"long{n}", "prompt_ids": [5] * 30000, "response_ids": [6, 7]} for n in range(2)]
+    responses = write_responses(tmp_path / "responses", [*rows[:20], *long])
+    assert "more than --max-failed allows" in extract(responses, tmp_path / "out", server.url, capture_dir, code=2).stderr
+    done = extract(responses, tmp_path / "out", server.url, capture_dir, "--max-failed", 0.2)
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["counts"]["kept"] == 20 and manifest["counts"]["dropped"] == {"rejected by the server": 2}
+    listed = [json.loads(line) for line in (tmp_path / "out/quarantine.jsonl").read_text().splitlines()]
+    assert {row["id"] for row in listed} == {"long0", "long1"} and all("HTTP 400" in row["detail"] for row in listed)
+    assert "quarantined 2" in done.stdout
+
+
+def test_a_full_disk_ends_in_one_line_and_resumes(undisturbed, responses, patched_sglang, tmp_path):
+    """On a file system of its own, of a few MB: the server's write fails, the client says so; with more room the same command ends well."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    try:
+        folder = small / "hidden_states"
+        server = Engine(tmp_path / "log", TINY_KIMI, FLAGS, environment(patched_sglang, folder / ".incoming"))
+        try:
+            refused = extract(responses, folder, server.url, folder / ".incoming", "--verifier-path", TINY_KIMI, code=2)
+            assert "GB are to come" in refused.stderr and not list(folder.rglob("*.safetensors"))
+            full = extract(responses, folder, server.url, folder / ".incoming", "--no-disk-check", code=2)
+            assert "the disk is full" in full.stderr and "run the same command again" in full.stderr
+            landed = len(list(folder.rglob("*.safetensors")))
+            assert 0 < landed < SAMPLES
+            subprocess.run(["mount", "-o", "remount,size=200m", str(small)], check=True)
+            done = extract(responses, folder, server.url, folder / ".incoming", "--no-disk-check")
+            assert f"in place {landed} " in done.stdout
+            assert contents(folder) == contents(undisturbed)
+        finally:
+            server.kill()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_memory_of_a_long_list_is_flat(tmp_path):
+    """30,000 rows of 400 tokens are indexed in few bytes each: ids stay on disk until they are sent."""
+    row = json.dumps({"id": "ID", "prompt_ids": list(range(1000, 1200)), "response_ids": list(range(2000, 2200))})
+    responses = write_responses(tmp_path / "responses", [])
+    with open(responses / "part-00000.jsonl", "w") as file:
+        for number in range(30000):
+            file.write(row.replace("ID", f"s{number}") + "\n")
+    script = ("import sys, resource, collections; sys.path.insert(0, sys.argv[1]); from conftest import load_script; from pathlib import Path\n"
+              "m = load_script('03_extract'); before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+              "samples, _ = m.read_samples([Path(sys.argv[2])], 0, 0)\n"
+              "print(len(samples), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)")
+    out = subprocess.run([sys.executable, "-c", script, str(ROOT / "tests"), str(responses / "part-00000.jsonl")], text=True, capture_output=True, check=True)
+    count, grown = map(int, out.stdout.split())
+    assert count == 30000 and grown < 40, f"{grown} MiB for 30,000 samples"

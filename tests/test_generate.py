@@ -1,0 +1,723 @@
+"""01_generate.py: against the real SGLang on a CPU, and against an API server with bad manners."""
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+
+from api_server import ApiServer, CountingProxy, Reply, chat
+from conftest import ROOT, TINY_KIMI, load_script, post, run_script
+
+generate = load_script("01_generate")
+MANNERS = [json.loads(line) for line in (Path(__file__).parent / "data/api_manners.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return generate.load_tokenizer(TINY_KIMI, False)
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompts(path: Path, n: int) -> Path:
+    return write_jsonl(path, [{"id": f"p{i}", "prompt": f"question {i}"} for i in range(n)])
+
+
+def rows_of(folder: Path) -> dict[str, dict]:
+    rows = [json.loads(line) for path in sorted(folder.glob("part-*.jsonl")) for line in path.read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row for row in rows}
+
+
+def dropped_of(folder: Path) -> dict[str, str]:
+    return {row["id"]: row["reason"] for row in map(json.loads, (folder / "dropped.jsonl").read_text().splitlines())}
+
+
+def run_here(argv: list, capsys) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of 01 in this process (its start alone costs seconds)."""
+    try:
+        generate.main([str(word) for word in argv])
+        code = 0
+    except generate.UserError as error:
+        code = 2
+        print(error, file=sys.stderr)
+    except SystemExit as error:
+        code = error.code
+    return code, *capsys.readouterr()
+
+
+def flags(api_url: str | None, prompts: Path, out: Path, *more) -> list:
+    return ["--prompts", prompts, *(["--base-url", api_url, "--model", "m"] if api_url else []), "--tokenizer", TINY_KIMI, "--output-dir", out,
+            "--concurrency", 4, "--backoff-s", 0.05, *more]
+
+
+# ---- bad manners: one test per line of data/api_manners.jsonl
+
+RETRIED = {"rate limited with Retry-After", "rate limited, no Retry-After", "HTTP 200 that carries an error", "upstream down",
+           "overloaded, HTML body", "truncated JSON"}
+DROPPED = {"bad request for this sample": "http_400", "reasoning encrypted": "reasoning_encrypted", "content null, no error": "empty",
+           "filtered": "content_filter", "usage says more tokens than the rebuilt ids": "ids_missing"}
+CALL = '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, "b": 2}<|tool_call_end|><|tool_calls_section_end|>'
+KEPT = {  # case -> (reasoning, content, what the ids decode to, flags that must be there)
+    "reasoning in `reasoning`": ("2+2 is 4", "4", "2+2 is 4</think>4<|im_end|>", ()),
+    "reasoning in `reasoning_content`": ("2+2 is 4", "4", "2+2 is 4</think>4<|im_end|>", ()),
+    "reasoning only in `reasoning_details`": ("2+2 is 4", "4", "2+2 is 4</think>4<|im_end|>", ()),
+    "cut at the limit": (None, "The answer is", "</think>The answer is", ()),
+    "limit spent on reasoning, content empty": ("let me think", "", "let me think", ()),
+    "no usage": (None, "hello", "</think>hello<|im_end|>", ("ids_not_compared",)),
+    "tool call, no content": (None, "", f"</think>{CALL}<|im_end|>", ()),
+    "unknown finish reason": (None, "hello", "</think>hello", ("finish_unknown",)),
+    "answer holds a special token's text": (None, "write <|im_end|> to stop", "</think>write <|im_end|> to stop<|im_end|>", ()),
+    "leading and trailing white space": (None, "\n\n  four \n", "</think>\n\n  four \n<|im_end|>", ()),
+}
+
+
+@pytest.mark.parametrize("manner", MANNERS, ids=lambda manner: manner["case"].replace(" ", "_"))
+def test_manner(manner, tmp_path, capsys, monkeypatch, tokenizer):
+    case, bad = manner["case"], Reply(manner["body"], manner["status"], manner["headers"])
+    good = chat("fine", completion_tokens=3)
+    monkeypatch.setenv("A_KEY", "secret")
+    # p0 is asked first and answered well: what is there before the trouble must stay; p1 meets the bad manner
+    answer = lambda body, nth: Reply(good) if body["messages"][-1]["content"] == "question 0" or case in RETRIED and nth else bad
+    with ApiServer(answer) as api:
+        code, out, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out", "--concurrency", 1, "--api-key-env", "A_KEY"), capsys)
+    rows = rows_of(tmp_path / "out")
+    assert rows["p0-t0"]["content"] == "fine"
+    if case == "out of credit":
+        assert code == 1 and "402" in err and set(rows) == {"p0-t0"} and not (tmp_path / "out/manifest.json").exists()
+    elif case == "key refused":
+        assert code == 2 and "A_KEY" in err and "secret" not in out + err and api.asked["question 1"] == 1
+    elif case in RETRIED:
+        assert code == 0 and rows["p1-t0"]["content"] == "fine" and api.asked == {"question 0": 1, "question 1": 2}
+        first, second = [when for when, content, *_ in api.requests if content == "question 1"]
+        assert second - first >= (2 if "Retry-After" in manner["headers"] else 0.02)
+    elif case in DROPPED:
+        assert code == 0 and dropped_of(tmp_path / "out") == {"p1-t0": DROPPED[case]} and set(rows) == {"p0-t0"}
+        assert api.asked["question 1"] == 1
+    else:
+        reasoning, content, text, flagged = KEPT[case]
+        row = rows["p1-t0"]
+        assert code == 0 and (row["reasoning"], row["content"]) == (reasoning, content) and row["ids_source"] == "rebuilt"
+        assert tokenizer.decode(row["response_ids"]) == text and set(flagged) <= set(row["flags"])
+        assert (row["response_ids"][-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")) == (row["finish_reason"] in ("stop", "tool_calls"))
+        specials = {"<|im_end|>", "</think>"} | (set(re.findall(r"<\|\w+\|>", CALL)) if row["tool_calls"] else set())
+        assert {tokenizer.convert_ids_to_tokens(i) for i in row["response_ids"] if i >= 2400} <= specials
+        assert row["response_ids"].count(tokenizer.convert_tokens_to_ids("<|im_end|>")) <= 1
+
+
+def test_connection_cut_in_the_middle_and_timeouts_are_retried(tmp_path, capsys):
+    """Cut after 40 bytes; silent for 3 s; and one byte every 0.3 s, which a timeout between bytes would never end."""
+    first = {"question 0": {"cut": 40}, "question 1": {"delay": 3}, "question 2": {"drip": 0.3}}
+    answer = lambda body, nth: Reply(chat("fine", completion_tokens=3), **({} if nth else first[body["messages"][-1]["content"]]))
+    with ApiServer(answer) as api:
+        code, out, _ = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "out", "--timeout-s", 1), capsys)
+    assert code == 0 and len(rows_of(tmp_path / "out")) == 3 and set(api.asked.values()) == {2}
+    assert "timeout 2" in out and "connection_cut 1" in out
+
+
+def test_retry_after_in_seconds_and_as_a_date():
+    assert [generate.retry_after({"retry-after": value}) for value in ("2", "0.5", "soon")] == [2, 0.5, None]
+    assert generate.retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)}) == pytest.approx(30, abs=2)
+    assert generate.retry_after({}) is None and generate.retry_after({"retry-after-ms": "250"}) == 0.25
+
+
+def test_a_sample_that_always_fails_is_set_aside(tmp_path, capsys):
+    answer = lambda body, nth: Reply("oops", 500) if body["messages"][-1]["content"] == "question 1" else Reply(chat("fine", completion_tokens=3))
+    with ApiServer(answer) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "out", "--max-attempts", 2)
+        code, _, err = run_here(argv, capsys)
+        assert code == 1 and "1 samples got no answer (http_500 1)" in err and len(rows_of(tmp_path / "out")) == 2
+        assert not (tmp_path / "out/manifest.json").exists()
+        code, *_ = run_here([*argv, "--max-failed-share", 1], capsys)
+        assert code == 0 and dropped_of(tmp_path / "out") == {"p1-t0": "no_answer_http_500"}
+    assert api.asked == {"question 0": 1, "question 1": 4, "question 2": 1}  # the good ones were not asked again
+
+
+def test_server_that_refuses_everything_or_is_not_there(tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply({"error": {"message": "unknown field"}}, 400)) as api:
+        code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 40), tmp_path / "a"), capsys)
+        assert code == 2 and "refuses every request" in err and "unknown field" in err and sum(api.asked.values()) <= 24
+        code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "b"), capsys)
+        assert code == 2 and "not one answer" in err and not (tmp_path / "b/manifest.json").exists()
+    code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "c"), capsys)
+    assert code == 2 and api.url in err and len(err.splitlines()) == 1
+
+
+def test_failover_and_outage(tmp_path, capsys):
+    """One of two servers dies in the middle: the other takes over. When the only one stays away for --outage-s: exit 2, everything kept."""
+    def dying(after):  # a server whose `after`-th answer is its last
+        def answer(body, nth):
+            if len(api.requests) >= after and not api.dead:
+                threading.Thread(target=api.die).start()
+            return Reply(chat("fine", completion_tokens=3), delay=0.02)
+        api = ApiServer(answer)
+        return api
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=0.02)) as healthy, dying(10) as first:
+        code, out, _ = run_here(flags(first.url, prompts(tmp_path / "p.jsonl", 60), tmp_path / "out", "--base-url", healthy.url), capsys)
+    assert code == 0 and len(rows_of(tmp_path / "out")) == 60 and "cannot be reached" in out
+    assert 10 <= sum(first.asked.values()) <= 14 and sum(healthy.asked.values()) >= 46
+    with dying(10) as api:
+        code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 60), tmp_path / "gone", "--outage-s", 1), capsys)
+    assert code == 2 and api.url in err and "no answer for 1 s" in err and 6 <= len(rows_of(tmp_path / "gone")) <= 14
+
+
+# ---- requests in each API's own terms
+
+@pytest.mark.parametrize("api, on, off", [
+    ("openai", {"chat_template_kwargs": {"thinking": True, "enable_thinking": True}}, {"chat_template_kwargs": {"thinking": False, "enable_thinking": False}}),
+    ("moonshot", {"thinking": {"type": "enabled"}}, {"thinking": {"type": "disabled"}}),
+    ("openrouter", {"reasoning": {"enabled": True}, "provider": {"order": ["moonshotai"], "allow_fallbacks": False}}, {"reasoning": {"enabled": False}})])
+@pytest.mark.parametrize("thinking", ["on", "off"])
+def test_thinking_in_the_api_s_terms(api, on, off, thinking, tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=2))) as server:
+        argv = flags(server.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--api", api, "--thinking", thinking, "--temperature", 0.6, "--max-tokens", 7)
+        assert run_here([*argv, *(["--provider", "moonshotai"] if api == "openrouter" else [])], capsys)[0] == 0
+    _, _, body, headers = server.requests[0]
+    assert (on if thinking == "on" else off).items() <= body.items()
+    assert body["temperature"] == 0.6 and body["max_tokens"] == 7 and body["model"] == "m" and isinstance(body["seed"], int)
+
+
+def test_instant_mode_and_text_apis(tmp_path, capsys, tokenizer):
+    """<think></think> is prompt, never loss; reasoning that comes although it was switched off cannot be placed."""
+    def answer(body, nth):
+        more = {"reasoning": "hm"} if body["messages"][-1]["content"] == "question 1" else {}
+        return Reply(chat("fine", completion_tokens=2, **more))
+    with ApiServer(answer) as api:
+        assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out", "--thinking", "off"), capsys)[0] == 0
+    row = rows_of(tmp_path / "out")["p0-t0"]
+    assert tokenizer.decode(row["prompt_ids"]).endswith("<think></think>") and tokenizer.decode(row["response_ids"]) == "fine<|im_end|>"
+    assert dropped_of(tmp_path / "out") == {"p1-t0": "reasoning_unasked"}
+
+
+# ---- exactly once: kills, torn lines, two processes, full disks
+
+def start(argv: list, log: Path, **more) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-u", str(ROOT / "01_generate.py"), *map(str, argv)], cwd=ROOT, stdout=open(log, "ab"), stderr=subprocess.STDOUT,
+                            env={**os.environ, "HF_HUB_OFFLINE": "1"}, **more)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """What must not depend on kills: everything but the cost (answers in flight at a kill may have cost) and the lock."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (".lock", ".unsettled", "report.json")}
+
+
+def finished_rows(folder: Path) -> set[str]:
+    """Ids of the rows that are on the disk right now, complete to their newline."""
+    return {json.loads(line)["id"] for path in folder.glob("part-*.jsonl") for line in path.read_bytes().split(b"\n")[:-1]}
+
+
+def killed_and_resumed(argv, out: Path, log: Path, proxy, kills: int, n: int, seed: int) -> list[set[str]]:
+    """Run 01, kill -9 it `kills` times when a random number of further rows is there, then let it end. What was on the disk at each kill."""
+    pick, on_disk = random.Random(seed), []
+    for left in range(kills, 0, -1):
+        process, before = start(argv, log), len(finished_rows(out)) if out.exists() else 0
+        goal = before + pick.randint(1, max(1, 2 * (n - before) // (left + 2)))
+        while process.poll() is None and (not out.exists() or len(finished_rows(out)) < min(goal, n - 1)):
+            time.sleep(pick.uniform(0.001, 0.02))
+        assert process.poll() is None, log.read_text()[-2000:]
+        process.kill()
+        process.wait()
+        on_disk.append(finished_rows(out))
+        proxy.session += 1
+        last = sorted(out.glob("part-*.jsonl"))[-1]
+        with open(last, "ab") as file:  # and a row torn in its middle, which a kill leaves now and then
+            file.write(last.read_bytes().split(b"\n")[0][:pick.randint(1, 60)])
+    assert start(argv, log).wait() == 0, log.read_text()[-2000:]
+    return on_disk
+
+
+@pytest.mark.parametrize("n, kills, tokens", [(48, 3, 12), pytest.param(2000, 10, 48, marks=pytest.mark.slow)])
+def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, engine, tmp_path):
+    """Promised: an answer on the disk is never asked for again; a kill costs at most --concurrency requests, those in flight or not yet
+    on the disk; the folder ends in the same bytes."""
+    server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
+    questions = [json.loads(line) for line in open(TINY_KIMI / "prompts.jsonl")][:n] if (TINY_KIMI / "prompts.jsonl").exists() else []
+    questions += [{"id": f"extra{i}", "prompt": f"What is item {i} of the list?"} for i in range(n - len(questions))]
+    file, concurrency = write_jsonl(tmp_path / "p.jsonl", questions), 16
+    with CountingProxy(server.url) as proxy:
+        common = ["--prompts", file, "--base-url", proxy.url, "--tokenizer", TINY_KIMI, "--concurrency", concurrency, "--max-tokens", tokens, "--temperature", 0]
+        assert start([*common, "--output-dir", tmp_path / "whole"], tmp_path / "whole.log").wait() == 0, (tmp_path / "whole.log").read_text()[-2000:]
+        assert len(proxy.asked) == n
+        proxy.asked.clear()
+        began = time.monotonic()
+        on_disk = killed_and_resumed([*common, "--output-dir", tmp_path / "killed"], tmp_path / "killed", tmp_path / "log", proxy, kills, n, seed=n)
+    whole, killed = files_of(tmp_path / "whole"), files_of(tmp_path / "killed")
+    assert whole.keys() == killed.keys() and rows_of(tmp_path / "whole").keys() == rows_of(tmp_path / "killed").keys()
+    different = [i for i, row in rows_of(tmp_path / "whole").items() if row != rows_of(tmp_path / "killed")[i]] if n < 100 else []
+    assert not different and whole == killed
+    ids = {tuple(row["prompt_ids"]): row_id for row_id, row in rows_of(tmp_path / "killed").items()}
+    for session, prompt_ids in proxy.asked:  # none of those that were on the disk when this session began
+        assert session == 0 or ids[prompt_ids] not in on_disk[session - 1]
+    again = len(proxy.asked) - n
+    assert 0 <= again <= kills * concurrency
+    assert b"\r" not in (tmp_path / "log").read_bytes()
+    print(f"{n} prompts, {kills} kills -9: equal bytes; {again} requests in flight at a kill were asked again; {time.monotonic() - began:.0f} s")
+
+
+def test_kill_loses_only_what_was_in_flight_at_an_api(tmp_path):
+    """The same count where requests cost money and answers come at once: the rows' fsync, not the network, is the bottleneck."""
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        proxy = Namespace(session=0)
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 600), tmp_path / "out", "--concurrency", 8)
+        killed_and_resumed(argv, tmp_path / "out", tmp_path / "log", proxy, kills=2, n=600, seed=1)
+    assert len(rows_of(tmp_path / "out")) == 600 and sum(api.asked.values()) <= 600 + 2 * 8
+
+
+def test_a_torn_line_is_cut_off_and_other_damage_is_named(tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 5), tmp_path / "out")
+        assert run_here(argv, capsys)[0] == 0
+        part, whole = tmp_path / "out/part-00000.jsonl", (tmp_path / "out/part-00000.jsonl").read_bytes()
+        (tmp_path / "out/manifest.json").unlink()
+        part.write_bytes(whole[:-30])
+        code, out, _ = run_here(argv, capsys)
+        assert code == 0 and "torn last line" in out and part.read_bytes() == whole and sum(api.asked.values()) == 6
+        (tmp_path / "out/manifest.json").unlink()
+        part.write_bytes(whole.replace(b'{"id":"p2', b'{"id:"p2'))
+        code, _, err = run_here(argv, capsys)
+        assert code == 2 and "part-00000.jsonl: the row at byte" in err
+
+
+def test_killed_while_sorting(tmp_path, capsys, monkeypatch):
+    """finish() dies before and in the middle of putting the sorted copy in place; the next run ends in the same bytes."""
+    monkeypatch.setattr(generate, "ROWS_PER_PART", 4)
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 10), tmp_path / "out")
+        assert run_here(argv, capsys)[0] == 0
+        whole = files_of(tmp_path / "out")
+        assert [name for name in whole if name.startswith("part")] and len(rows_of(tmp_path / "out")) == 10
+        for dies_at in range(4):
+            (tmp_path / "out/manifest.json").unlink()
+            (tmp_path / "out/part-00001.jsonl").write_bytes(b"".join(reversed((tmp_path / "out/part-00001.jsonl").read_bytes().splitlines(True))))
+            calls, replace = [], os.replace
+
+            def dying(source, target):
+                if "part-" in str(source):
+                    calls.append(source)
+                    if len(calls) > dies_at:
+                        raise KeyboardInterrupt
+                replace(source, target)
+            monkeypatch.setattr(os, "replace", dying)
+            if dies_at < 3:
+                with pytest.raises(KeyboardInterrupt):
+                    generate.main([str(word) for word in argv])
+            monkeypatch.setattr(os, "replace", replace)
+            assert run_here(argv, capsys)[0] == 0
+            assert files_of(tmp_path / "out") == whole
+    assert sum(api.asked.values()) == 10
+
+
+def test_second_process_on_one_folder_refuses(tmp_path):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=0.5)) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 24), tmp_path / "out")
+        first = start(argv, tmp_path / "log")
+        while not api.requests:
+            time.sleep(0.05)
+        second = run_script("01_generate", *argv)
+        assert second.returncode == 2 and "another process is writing there" in second.stderr and len(second.stderr.splitlines()) == 1
+        assert first.wait() == 0 and max(api.asked.values()) == 1
+
+
+def test_full_disk_ends_in_one_line_and_resumes(tmp_path):
+    """The files may not grow beyond 4,000 bytes in the first run: the write fails as on a full disk."""
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 40), tmp_path / "out")
+        limited = start(argv, tmp_path / "log", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)))
+        assert limited.wait() == 1 and "cannot write" in (tmp_path / "log").read_text().splitlines()[-1]
+        n = len(finished_rows(tmp_path / "out"))
+        assert 0 < n < 40
+        assert start(argv, tmp_path / "log").wait() == 0 and len(rows_of(tmp_path / "out")) == 40
+    assert sum(api.asked.values()) <= 40 + 2 * 4
+
+
+def test_order_of_completion_leaves_no_trace(tmp_path, capsys):
+    delays = {f"question {i}": (7 * i % 10) / 50 for i in range(10)}
+    folders = []
+    for name, concurrency in (("one", 1), ("many", 10)):
+        with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=delays[body["messages"][-1]["content"]])) as api:
+            assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 10), tmp_path / name, "--concurrency", concurrency), capsys)[0] == 0
+        folders.append(files_of(tmp_path / name))
+    assert folders[0] == folders[1]
+
+
+def test_limit_grows_and_a_changed_wish_is_refused(tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 9), tmp_path / "out")
+        assert run_here([*argv, "--limit", 4], capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 4
+        assert "complete already" in run_here([*argv, "--limit", 4], capsys)[1]
+        assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 9 and set(api.asked.values()) == {1}
+        code, _, err = run_here([*argv, "--temperature", 0.3], capsys)
+        assert code == 2 and "temperature: 1.0 there, 0.3 now" in err
+        write_jsonl(tmp_path / "p.jsonl", [{"id": "x", "prompt": "other"}])
+        code, _, err = run_here(argv, capsys)
+        assert code == 2 and "inputs" in err
+
+
+# ---- budgets
+
+@pytest.mark.parametrize("how", ["tokens", "cost told by the API", "cost from prices"])
+def test_budget_stops_before_it_is_passed(how, tmp_path, capsys):
+    """Answers take 0.05 s, 8 are in flight, each may cost up to 100 tokens and costs 20 + its prompt."""
+    with ApiServer(lambda body, nth: Reply(chat("fine " * 6, prompt_tokens=10, completion_tokens=20, cost=3e-5 if "told" in how else None), delay=0.05)) as api:
+        limit = {"tokens": ["--max-tokens-total", 1500], "cost told by the API": ["--max-cost-usd", 0.0015],
+                 "cost from prices": ["--max-cost-usd", 0.0015, "--usd-per-mtok", 1, 1]}[how]
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 200), tmp_path / "out", "--concurrency", 8, "--max-tokens", 100, "--on-mismatch", "keep")
+        code, out, _ = run_here([*argv, *limit], capsys)
+        n = len(rows_of(tmp_path / "out"))
+        assert code == 0 and "stopped: --max-" in out and n == sum(api.asked.values())
+        assert n * 30 <= 1500 and n * 30 >= 1500 - 30 - 190  # what is left could not pay the dearest next request
+        assert json.loads((tmp_path / "out/manifest.json").read_text())["stopped"] == limit[0]
+        code, *_ = run_here([*argv, *(["--max-tokens-total", 3000] if how == "tokens" else ["--max-cost-usd", 0.003, *limit[2:]])], capsys)
+        assert code == 0 and n < len(rows_of(tmp_path / "out")) <= 100 and max(api.asked.values()) == 1
+
+
+def test_cost_bound_without_any_price_is_refused(tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 20), tmp_path / "out", "--max-cost-usd", 1), capsys)
+    assert code == 2 and "--usd-per-mtok" in err and sum(api.asked.values()) == 1
+
+
+def test_budget_counts_what_was_in_flight_at_a_kill(tmp_path):
+    with ApiServer(lambda body, nth: Reply(chat("fine", prompt_tokens=10, completion_tokens=20), delay=0 if len(api.requests) <= 4 else 3)) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 40), tmp_path / "out", "--max-tokens", 100, "--on-mismatch", "keep", "--max-tokens-total", 700)
+        first = start(argv, tmp_path / "log")
+        while len(api.requests) < 8:
+            time.sleep(0.02)
+        first.kill(), first.wait()
+        assert start(argv, tmp_path / "log").wait() == 0
+        # at the kill: 4 answers of 30 tokens written, 4 requests in flight, each up to 100 + its prompt of some 20
+        assert 700 - 4 * 130 - 4 * 30 <= 700 - 30 * len(rows_of(tmp_path / "out")) and len(api.requests) <= 8 + 2
+        assert "tokens of failed requests" in (tmp_path / "log").read_text()
+
+
+def test_failed_requests_that_may_have_cost_count(tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply(chat("fine", prompt_tokens=10, completion_tokens=20), cut=30 if nth == 0 else None)) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 40), tmp_path / "out", "--concurrency", 1, "--max-tokens", 100, "--on-mismatch", "keep")
+        code, out, _ = run_here([*argv, "--max-tokens-total", 400], capsys)
+    assert code == 0 and 1 <= len(rows_of(tmp_path / "out")) <= 3 and "connection_cut" in out
+
+
+# ---- token ids: tokenizers fast and slow, text that is not canonical
+
+SLOW_TOKENIZER = '''
+from transformers import PreTrainedTokenizer
+
+class ByteTokenizer(PreTrainedTokenizer):
+    """Like Kimi's: no offsets, an encode() of its own; ids 0-255 are bytes, 256 is two newlines, special tokens follow."""
+    vocab_files_names = {}
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self):
+        return 257
+
+    def get_vocab(self):
+        return {self._convert_id_to_token(i): i for i in range(257)} | dict(self.added_tokens_encoder)
+
+    def _tokenize(self, text, **kwargs):
+        return [self._convert_id_to_token(i) for i in self.bytes_to_ids(text)]
+
+    @staticmethod
+    def bytes_to_ids(text):
+        ids, data = [], text.encode()
+        while data:
+            step = 2 if data[:2] == b"\\n\\n" else 1
+            ids.append(256 if step == 2 else data[0])
+            data = data[step:]
+        return ids
+
+    def _convert_token_to_id(self, token):
+        return 256 if token == "<256>" else int(token[1:-1], 16)
+
+    def _convert_id_to_token(self, index):
+        return "<256>" if index == 256 else f"<{index:02x}>"
+
+    def convert_tokens_to_string(self, tokens):
+        return b"".join(b"\\n\\n" if token == "<256>" else bytes([int(token[1:3], 16)]) if len(token) == 4 else token.encode()
+                        for token in tokens).decode(errors="replace")
+
+    def encode(self, text, allow_special_tokens=True, **kwargs):
+        if kwargs or allow_special_tokens:
+            return super().encode(text, **kwargs)
+        return self.bytes_to_ids(text)
+
+    def _encode_plus(self, *args, return_offsets_mapping=False, **kwargs):
+        if return_offsets_mapping:
+            raise NotImplementedError("return_offset_mapping is not available when using Python tokenizers")
+        return super()._encode_plus(*args, **kwargs)
+'''
+
+
+@pytest.fixture(scope="module")
+def slow_tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("slow")
+    (folder / "tokenization_bytes.py").write_text(SLOW_TOKENIZER)
+    special = json.loads((TINY_KIMI / "tokenizer.json").read_text())["added_tokens"]
+    names = [token["content"] for token in special]
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "ByteTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_bytes.ByteTokenizer", None]},
+        "eos_token": "<|im_end|>", "unk_token": "[UNK]", "pad_token": "[PAD]", "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": {str(300 + i): {"content": name, "special": "think" not in name, "normalized": False, "lstrip": False, "rstrip": False,
+                                                "single_word": False} for i, name in enumerate(names)}}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "vocab_size": 340}))
+    shutil.copy(TINY_KIMI / "chat_template.jinja", folder)
+    return folder
+
+
+def tokens_of(folder: Path, thinking=True, trust=True) -> "generate.Tokens":
+    args = generate.build_parser().parse_args(["--tokenizer", str(folder), "--output-dir", "x"])
+    return generate.Tokens(generate.load_tokenizer(folder, trust), args.stop_token, args.think_tokens, args.tool_tokens, thinking)
+
+
+def test_slow_tokenizer_without_offsets(slow_tokenizer, tmp_path, capsys):
+    tokens = tokens_of(slow_tokenizer)
+    assert not tokens.tokenizer.is_fast
+    with pytest.raises(NotImplementedError):
+        tokens.tokenizer("a", return_offsets_mapping=True)
+    with ApiServer(lambda body, nth: Reply(chat("é <|im_end|> <think>\n\n", reasoning="hm", completion_tokens=26))) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out", "--tokenizer", slow_tokenizer, "--trust-remote-code")
+        code, *_ = run_here(argv, capsys)
+    row = rows_of(tmp_path / "out")["p0-t0"]
+    text = b"\xc3\xa9 <|im_end|> <think>"
+    assert code == 0 and row["response_ids"] == [*b"hm", tokens.end_think, *text, 256, tokens.stop] and row["flags"] == ["prompt_tokens_differ"]
+    assert row["prompt_ids"][-1] == tokens.think and tokens.decode(row["prompt_ids"]).startswith("<|im_user|>user<|im_middle|>question 0<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["fast", "slow"])
+def test_two_newline_ids_that_encode_to_one_are_caught(name, slow_tokenizer):
+    """The engine emitted \\n and \\n; their text encodes to the one id \\n\\n. From the engine: ids kept as emitted, flagged. From a text
+    API: usage counts one token more than the rebuilt ids: flagged."""
+    tokens = tokens_of(slow_tokenizer if name == "slow" else TINY_KIMI, thinking=False)
+    newline, = tokens.encode("\n") if name == "slow" else [tokens.tokenizer.convert_tokens_to_ids("Ċ")]
+    two = tokens.encode("\n\n")
+    assert len(two) == 1 and two != [newline]
+    prompt, emitted = tokens.prompt_ids([{"role": "user", "content": "x"}], None), [newline, newline, tokens.stop]
+    body = {"output_ids": emitted, "meta_info": {"finish_reason": {"type": "stop", "matched": tokens.stop}, "prompt_tokens": len(prompt)}}
+    answer = generate.read_native(body, prompt, tokens)
+    ids, source = generate.settle_ids(answer, prompt, tokens, 0, "rule")
+    assert (ids, source, answer.content, answer.flags) == (emitted, "server", "\n\n", ["rebuild_differs"])
+    answer = generate.read_chat(chat("\n\n", prompt_tokens=len(prompt), completion_tokens=3), "openai")
+    ids, source = generate.settle_ids(answer, prompt, tokens, 0, "rule")
+    assert (ids, source) == ([*two, tokens.stop], "rebuilt") and answer.flags == ["ids_mismatch"]
+    with pytest.raises(generate.Drop, match="ids_missing"):
+        generate.settle_ids(generate.read_chat(chat("\n\n", completion_tokens=3), "openai"), prompt, tokens, 0, "drop")
+
+
+@pytest.mark.parametrize("said, rule", [(4, []), (3, []), (8, ["ids_mismatch"]), (9, "ids_missing"), (2, ["ids_mismatch"]), (None, ["ids_not_compared"])])
+def test_the_rule_for_ids_that_differ_from_usage(said, rule):
+    """Rebuilt here: </think> + 2 tokens + stop = 4; an API may leave the stop token out; more than max(4, 2 %) missing is too much."""
+    tokens = tokens_of(TINY_KIMI)
+    prompt = tokens.prompt_ids([{"role": "user", "content": "x"}], None)
+    answer = generate.read_chat(chat("01", prompt_tokens=len(prompt), completion_tokens=said), "openai")
+    if isinstance(rule, str):
+        with pytest.raises(generate.Drop, match=rule):
+            generate.settle_ids(answer, prompt, tokens, 0, "rule")
+    else:
+        assert len(generate.settle_ids(answer, prompt, tokens, 0, "rule")[0]) == 4 and answer.flags == rule
+
+
+def test_answers_that_stand_in_the_prompt_rows_keep_their_reasoning(tmp_path, capsys, tokenizer):
+    """[user, assistant with reasoning]: the template would empty it; here the answer never passes through the template."""
+    file = write_jsonl(tmp_path / "p.jsonl", [
+        {"id": "a", "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "reasoning_content": "two and two"},
+                                 {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6", "reasoning": "three and three"}]},
+        {"id": "b", "messages": [{"role": "user", "content": "no answer here"}]}])
+    assert run_here(flags(None, file, tmp_path / "out", "--answers", "given"), capsys)[0] == 0
+    rows = rows_of(tmp_path / "out")
+    assert [tokenizer.decode(rows[i]["response_ids"]) for i in ("a-t0", "a-t1")] == ["two and two</think>4<|im_end|>", "three and three</think>6<|im_end|>"]
+    second = tokenizer.decode(rows["a-t1"]["prompt_ids"])
+    assert "two and two" not in second and "<think></think>4<|im_end|>" in second and second.endswith("<think>")  # as Kimi's template serves turn 2
+    assert dropped_of(tmp_path / "out") == {"b-t0": "no_answer_given"}
+
+
+def test_special_tokens_must_be_one_id(tmp_path, capsys):
+    code, _, err = run_here(flags(None, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--answers", "given", "--stop-token", "<|end|>"), capsys)
+    assert code == 2 and "<|end|>" in err and "--stop-token" in err
+
+
+def test_tool_calls_read_from_ids_and_rebuilt_are_the_same():
+    tokens = tokens_of(TINY_KIMI)
+    prompt = tokens.prompt_ids([{"role": "user", "content": "x"}], None)
+    calls = [{"id": f"functions.{name}:{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+             for i, (name, arguments) in enumerate([("add", '{"a": 1}'), ("get-weather", '{"city": "Köln"}')])]
+    answer = generate.Answer("I call.", "think", calls, "tool_calls", None)
+    ids = tokens.answer_ids(answer, prompt, 0)
+    assert tokens.read(prompt, ids) == ("think", "I call.", calls, [])
+    assert tokens.read(prompt, ids[:-2])[3] == ["tool_calls_malformed"] and tokens.read(prompt, ids[:-8])[2] == calls[:1]
+    made_up = generate.Answer("", None, [{"id": "call_8f3", "type": "function", "function": {"name": "add", "arguments": "{}"}}], "tool_calls", None)
+    assert "functions.add:5" in tokens.decode(tokens.answer_ids(made_up, prompt, 5)) and made_up.flags == ["tool_id_rebuilt"]
+
+
+# ---- prompts
+
+def test_turns_of_a_conversation():
+    u, a, t = ({"role": role, "content": role} for role in ("user", "assistant", "tool"))
+    call = {"role": "assistant", "tool_calls": [{}]}
+    plan = generate.plan_turns
+    assert plan([u]) == [([u], None)]
+    assert plan([u, a, u]) == [([u], a), ([u], None)]
+    assert plan([u, a]) == [([u], a)]
+    assert plan([u, call, t]) == [([u, call, t], None)]  # the tool's result answers this very call: it stays
+    assert plan([u, call, t, a, u]) == [([u, call, t], a), ([u], None)]
+    assert plan([a, u]) == [([a, u], None)]  # a greeting stays
+    assert plan([u, call]) == [([u], call)]
+
+
+def test_multi_turn_asks_in_order_with_what_the_target_said(tmp_path, capsys, tokenizer):
+    file = write_jsonl(tmp_path / "p.jsonl", [
+        {"id": "talk/1", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}, {"role": "assistant", "content": "old"},
+                                      {"role": "user", "content": "two"}]},
+        {"id": "cut", "messages": [{"role": "user", "content": "cut me"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "three"}]}])
+    answer = lambda body, nth: Reply(chat(f"new {body['messages'][-1]['content']}", completion_tokens=4, reasoning="r",
+                                          finish="length" if body["messages"][-1]["content"] == "cut me" else "stop"))
+    with ApiServer(answer) as api:
+        assert run_here(flags(api.url, file, tmp_path / "out", "--on-mismatch", "keep"), capsys)[0] == 0
+    rows, name = rows_of(tmp_path / "out"), generate.safe_id("talk/1")
+    assert name.startswith("talk_1-") and set(rows) == {f"{name}-t0", f"{name}-t1", "cut-t0"}
+    assert [m["content"] for m in rows[f"{name}-t1"]["messages"]] == ["Be brief.", "one", "new one", "two"]
+    assert dropped_of(tmp_path / "out") == {"cut-t1": "after_cut_turn"} and api.asked["three"] == 0
+    order = [content for _, content, *_ in api.requests]
+    assert order.index("one") < order.index("two")
+
+
+def test_mix_holds_its_weights_in_every_prefix():
+    order = list(generate.mix([100, 1000], [3.0, 1.0], seed=0, shuffle=True))
+    assert order == list(generate.mix([100, 1000], [3.0, 1.0], seed=0, shuffle=True)) != list(generate.mix([100, 1000], [3.0, 1.0], seed=1, shuffle=True))
+    for n in (4, 40, 101):
+        assert abs(sum(source == 0 for source, _ in order[:n]) - 0.75 * n) <= 1
+    assert len(set(order)) == len(order) and len(order) in range(130, 136)  # ends with the first exhausted source
+    assert sorted(generate.mix([3, 5], [None, None], 0, False)) == [(0, i) for i in range(3)] + [(1, i) for i in range(5)]
+
+
+def test_datasets_columns_weights_and_duplicates(tmp_path, capsys):
+    """A parquet with its own column names and ShareGPT roles, a save_to_disk folder, a JSONL; duplicates but for case and space go."""
+    import datasets
+    talk = [[{"from": "human", "value": f"Tell me {i}"}, {"from": "gpt", "value": "old"}] for i in range(6)]
+    datasets.Dataset.from_dict({"talk": talk, "uid": [f"u{i}" for i in range(6)]}).to_parquet(tmp_path / "share.parquet")
+    datasets.Dataset.from_dict({"q": [f"Ask {i}" for i in range(6)] + ["  tell ME\n0"], "sys": ["Be kind."] * 6 + [""]}).save_to_disk(tmp_path / "disk")
+    file = write_jsonl(tmp_path / "own.jsonl", [{"id": "w", "prompt": "ＴＥＬＬ me 1"}, {"prompt": "third"}])
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        argv = ["--dataset", f"{tmp_path}/share.parquet,messages=talk,id=uid", "--dataset", f"{tmp_path}/disk,prompt=q,system=sys", "--prompts", file,
+                "--base-url", api.url, "--model", "m", "--tokenizer", TINY_KIMI, "--output-dir", tmp_path / "out"]
+        code, out, err = run_here(argv, capsys)
+        assert code == 0, err
+    rows, dropped = rows_of(tmp_path / "out"), dropped_of(tmp_path / "out")
+    assert len(rows) == 13 and sorted(dropped.values()) == ["duplicate", "duplicate"]
+    assert {row["source"] for row in rows.values()} == {"share", "disk", "own"} and "u3-t0" in rows and "own-1-t0" in rows
+    assert rows["disk-2-t0"]["messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Ask 2"}]
+    code, _, err = run_here(["--dataset", f"{tmp_path}/share.parquet", *argv[2:]], capsys)
+    assert code == 2 and "no prompt among the columns ['talk', 'uid']" in err
+
+
+@pytest.mark.parametrize("line, says", [("{", "p.jsonl:2"), ('{"id": "x"}', "no prompt among the columns ['id']"), ('{"id": "p0", "prompt": "y"}', "appears twice"), ("[]", "not an object")])
+def test_bad_prompt_files_are_one_line_and_cost_nothing(line, says, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"id": "p0", "prompt": "x"}\n' + line + "\n")
+    code, _, err = run_here(flags(None, tmp_path / "p.jsonl", tmp_path / "out", "--answers", "given"), capsys)
+    assert code == 2 and says in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("row, reason", [({"prompt": ""}, "empty_prompt"), ({"messages": [{"role": "boss", "content": "x"}]}, "bad_prompt"), ({"messages": "nope"}, "bad_prompt"),
+                                         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not_text"), ({"prompt": "\ud800"}, "not_utf8")])
+def test_prompts_that_cannot_be_asked_are_dropped(row, reason, tmp_path, capsys):
+    file = write_jsonl(tmp_path / "p.jsonl", [{"id": "good", "prompt": "x"}, {"id": "bad", **row}])
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        assert run_here(flags(api.url, file, tmp_path / "out"), capsys)[0] == 0
+    assert dropped_of(tmp_path / "out") == {"bad-t0": reason} and len(api.requests) == 1
+
+
+def test_ids_are_safe_file_names():
+    for prompt_id in ("a", "a b", "../x", "x" * 300, "ü", ""):
+        assert re.fullmatch(r"[A-Za-z0-9._-]{1,120}", f"{generate.safe_id(prompt_id)}-t1000")
+    assert generate.safe_id("a b") != generate.safe_id("a/b") and generate.safe_id("q-1.x_2") == "q-1.x_2"
+
+
+# ---- the real engine
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+
+
+@pytest.mark.parametrize("thinking", ["on", "off"])
+def test_rows_hold_what_the_engine_read_and_emitted(thinking, engine, tmp_path, tokenizer):
+    """One row a turn; prompt ids == template; response ids == what /generate emits for them; equal to the rebuilt ids or flagged."""
+    server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]}
+    file = write_jsonl(tmp_path / "p.jsonl", [{"id": f"q{i}", "prompt": f"What does list item {i} hold?"} for i in range(10)] + [
+        {"id": "turns", "messages": [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "old"}, {"role": "user", "content": "And a dict?"}]},
+        {"id": "tools", "tools": [TOOL], "messages": [{"role": "user", "content": "add 1"}, call, {"role": "tool", "tool_call_id": "functions.add:0", "content": "1"}]}])
+    done = run_script("01_generate", "--prompts", file, "--base-url", server.url, "--tokenizer", TINY_KIMI, "--output-dir", tmp_path / "out", "--max-tokens", 24,
+                      "--temperature", 0, "--thinking", thinking, "--concurrency", 8, "--log-interval", 0.5)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "\r" not in done.stdout + done.stderr and lines[-1].endswith(f"done: {tmp_path / 'out'}") and all(" generate " in line for line in lines)
+    assert any("the same" in line and "template:" in line for line in lines) and any("ids rebuilt from text would equal" in line for line in lines)
+    rows, tokens = rows_of(tmp_path / "out"), tokens_of(TINY_KIMI, thinking == "on")
+    assert {f"q{i}-t0" for i in range(10)} | {"turns-t0", "tools-t0"} <= set(rows)
+    artifacts = json.loads((ROOT / "configs/artifacts.json").read_text())["stages"]["01_generate"]
+    equal = 0
+    for row in rows.values():
+        assert list(row) == artifacts["row"] and row["ids_source"] == "server"
+        tools = [TOOL] if row["id"].startswith("tools") else None
+        assert row["prompt_ids"] == tokenizer.apply_chat_template(row["messages"], tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False,
+                                                                  thinking=thinking == "on")
+        assert tokenizer.decode(row["prompt_ids"]).endswith("<think>" if thinking == "on" else "<think></think>")
+        engine_says = post(f"{server.url}/generate", {"input_ids": row["prompt_ids"], "sampling_params": {"max_new_tokens": 24, "temperature": 0}})
+        assert row["response_ids"] == engine_says["output_ids"]
+        assert (row["response_ids"][-1] == tokens.stop) == (row["finish_reason"] != "length")
+        again = generate.Answer(row["content"], row["reasoning"], row["tool_calls"], row["finish_reason"], None)
+        try:
+            same = tokens.answer_ids(again, row["prompt_ids"], 0) == row["response_ids"]
+        except generate.Drop:
+            same = False
+        assert same != ("rebuild_differs" in row["flags"])
+        equal += same
+    if "turns-t1" in rows:
+        assert rows["turns-t1"]["messages"][1]["content"] == rows["turns-t0"]["content"]
+    else:
+        assert dropped_of(tmp_path / "out")["turns-t1"].startswith("after_")
+    print(f"thinking {thinking}: {equal} of {len(rows)} rows would be rebuilt from text to the engine's ids, the others are flagged")
+
+
+def test_the_text_route_of_the_same_engine(engine, tmp_path, tokenizer):
+    """/v1/chat/completions of the real SGLang, text only: rebuilt ids equal the engine's, or are flagged, or the row is dropped."""
+    server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
+    file = prompts(tmp_path / "p.jsonl", 12)
+    common = ["--prompts", file, "--tokenizer", TINY_KIMI, "--max-tokens", 24, "--temperature", 0, "--concurrency", 8, "--base-url", server.url]
+    for name, more in (("ids", []), ("text", ["--api", "openai", "--model", "tiny", "--on-mismatch", "keep"])):
+        done = run_script("01_generate", *common, "--output-dir", tmp_path / name, *more)
+        assert done.returncode == 0, done.stderr
+    ids, text = rows_of(tmp_path / "ids"), rows_of(tmp_path / "text")
+    assert {row["ids_source"] for row in text.values()} == {"rebuilt"} and set(text) == set(ids)
+    for row_id, row in text.items():
+        assert row["prompt_ids"] == ids[row_id]["prompt_ids"] and "prompt_tokens_differ" not in row["flags"]
+        assert row["response_ids"] == ids[row_id]["response_ids"] or row["flags"] or "rebuild_differs" in ids[row_id]["flags"]
+        assert ("ids_mismatch" in row["flags"]) <= ("rebuild_differs" in ids[row_id]["flags"])
+    done = run_script("01_generate", *common, "--output-dir", tmp_path / "text")  # ids of two kinds in one folder
+    assert done.returncode == 2
+
+
+def test_another_template_than_the_server_s_is_refused(engine, tmp_path):
+    server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
+    other = tmp_path / "other"
+    shutil.copytree(TINY_KIMI, other, ignore=shutil.ignore_patterns("*.safetensors"))
+    (other / "chat_template.jinja").write_text((other / "chat_template.jinja").read_text().replace("<|im_end|>", "\n<|im_end|>", 1))
+    template = (TINY_KIMI / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").write_text(template[::-1].replace("<|im_end|>"[::-1], "\n<|im_end|>"[::-1], 1)[::-1])
+    argv = ["--prompts", prompts(tmp_path / "p.jsonl", 2), "--base-url", server.url, "--tokenizer", other, "--output-dir", tmp_path / "out", "--max-tokens", 4]
+    done = run_script("01_generate", *argv)
+    assert done.returncode == 2 and "renders the first prompt" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert run_script("01_generate", *argv, "--no-check-template").returncode == 0

@@ -1,0 +1,161 @@
+"""What all scripts share: copies that must not drift, commands that must parse, the contract for machines."""
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import ROOT, load_script
+
+STAGES = ["01_generate", "02_build_vocab", "03_extract", "04_train", "05_benchmark"]
+SECTION = dict(zip(STAGES, ["generate", "build_vocab", "extract", "train", "benchmark"]))
+
+
+def block(path: Path, first: str, last: str) -> str:
+    text = path.read_text()
+    assert text.count(first) == 1 and text.count(last) == 1, f"{path.name}: block markers missing"
+    return text[text.index(first):text.index(last)]
+
+
+def test_common_block_is_the_same_everywhere():
+    copies = {block(ROOT / f"{name}.py", "# ---- The block below is the same in every numbered script", "# ---- end of the common block")
+              for name in STAGES}
+    assert len(copies) == 1
+
+
+def test_server_block_is_the_same_in_its_two_places():
+    copies = {block(ROOT / name, "# ---- The block below is the same in scripts/serve.py and", "# ---- end of the server block")
+              for name in ("scripts/serve.py", "05_benchmark.py")}
+    assert len(copies) == 1
+
+
+def test_top_level_is_what_the_user_fixed():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    top = {name.split("/")[0] for name in tracked}
+    assert {name for name in top if not name.startswith(".")} <= {f"{name}.py" for name in STAGES} | {
+        "patches", "configs", "scripts", "tests", "pyproject.toml", "README.md"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_script_stands_alone(name):
+    """Its own imports are the standard library and declared packages: nothing of ours."""
+    declared = {"torch", "transformers", "safetensors", "datasets", "openai", "numpy", "tqdm", "yaml", "matplotlib", "httpx", "triton", "tensorboard"}
+    text = (ROOT / f"{name}.py").read_text()
+    imported = {found.split(".")[0] for found in re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.M)}
+    assert imported <= declared | sys.stdlib_module_names, imported - declared - sys.stdlib_module_names
+
+
+def commands_of_readme() -> list[list[str]]:
+    """Every command line in the README's shell blocks that starts one of our scripts, continuation lines joined."""
+    text = re.sub(r"\\\n\s*", " ", (ROOT / "README.md").read_text())
+    found = []
+    for fence in re.findall(r"```(?:sh|bash|shell)\n(.*?)```", text, re.S):
+        for line in fence.splitlines():
+            words = shlex.split(line.split(" > ")[0].split(" | ")[0].rstrip(" &"), comments=True)
+            if any(word.endswith(".py") or word.startswith("scripts/") or "/scripts/" in word for word in words):
+                found.append(words)
+    return found
+
+
+def parsed(name: str, argv: list[str], monkeypatch) -> argparse.Namespace:
+    """argv as script `name` reads it: main() is stopped right after its arguments are parsed."""
+    script = load_script(name)
+
+    class Parsed(Exception):
+        pass
+
+    original = script.parse_args
+
+    def stop(*args):
+        raise Parsed(original(*args))
+
+    monkeypatch.setattr(script, "parse_args", stop)
+    with pytest.raises(Parsed) as caught:
+        script.main(argv)
+    return caught.value.args[0]
+
+
+@pytest.mark.parametrize("words", commands_of_readme(), ids=" ".join)
+def test_readme_command_parses(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    script = next(word for word in words if word.endswith((".py", ".sh")))
+    assert (ROOT / script).is_file(), script
+    if Path(script).stem in STAGES:
+        parsed(Path(script).stem, words[words.index(script) + 1:], monkeypatch)
+    else:  # the other scripts have few flags: each one named in the README must be in its help
+        help_text = subprocess.run([sys.executable if script.endswith(".py") else "bash", script, "--help"], cwd=ROOT, text=True,
+                                   capture_output=True).stdout if script != "scripts/test.sh" else (ROOT / script).read_text()
+        for word in words[words.index(script) + 1:]:
+            assert not word.startswith("--") or word.split("=")[0] in help_text, word
+
+
+DESIGN_COMMANDS = [
+    "--verifier-path /shared/kimi-k2.5-int4 --data-dir /data/eagle3/synth_10k_sglang/hidden_states "
+    "--vocab-mapping-dir /data/eagle3/synth_10k_sglang/vocab_mapping --output-dir /data/eagle3/output_10k_sglang --epochs 5 --lr 3e-5 "
+    "--max-seq-len 2048 --ttt-steps 3 --noise-std 0.05 --val-ratio 0.1 --scheduler cosine --warmup-ratio 0.01 --num-workers 4",
+    "--verifier-path V --data-dir D --vocab-mapping-dir M --output-dir O --max-seq-len 4096 --finetune-from DIR",
+]
+
+
+@pytest.mark.parametrize("command", DESIGN_COMMANDS)
+def test_the_users_training_commands_parse(command, monkeypatch):
+    args = parsed("04_train", command.split(), monkeypatch)
+    assert args.max_seq_len in (2048, 4096)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("name", STAGES)
+def test_run_file_parses_in_every_stage(path, name, monkeypatch):
+    args = parsed(name, ["--config", str(path)], monkeypatch)
+    wanted = yaml.safe_load(path.read_text())[SECTION[name]]
+    assert args.output_dir and all(hasattr(args, key.replace("-", "_")) for key in wanted)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_unknown_key_of_a_run_file_is_one_line_and_exit_2(name, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"{SECTION[name]}: {{no-such-flag: 1}}\n")
+    done = subprocess.run([sys.executable, str(ROOT / f"{name}.py"), "--config", str(tmp_path / "run.yaml")], text=True, capture_output=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "no-such-flag" in done.stderr and done.stderr.startswith(f"{name}: ")
+
+
+def test_flag_wins_over_run_file(tmp_path):
+    script = load_script("02_build_vocab")
+    (tmp_path / "run.yaml").write_text("run_dir: /r\nbuild_vocab: {size: 5, name: '{run_dir}/x', all: true, many: [1, 2], mode: on}\n")
+
+    def parse(*argv):
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--size", type=int, default=1)
+        parser.add_argument("--name")
+        parser.add_argument("--all", action="store_true")
+        parser.add_argument("--mode", choices=["on", "off"])
+        parser.add_argument("--many", action="append")
+        args = script.parse_args(parser, "build_vocab", ["--config", str(tmp_path / "run.yaml"), *argv])
+        return args.size, args.name, args.all, args.many, args.mode
+
+    assert parse() == (5, "/r/x", True, ["1", "2"], "on")
+    assert parse("--size", "7", "--many=3") == (7, "/r/x", True, ["3"], "on")
+
+
+def test_open_stage_refuses_another_config_and_a_second_process(tmp_path):
+    script = load_script("02_build_vocab")
+    lock = script.open_stage(tmp_path / "out", {"a": 1, "urls": "x"}, {"urls"})
+    with pytest.raises(script.UserError, match="another process"):
+        script.open_stage(tmp_path / "out", {"a": 1, "urls": "x"}, {"urls"})
+    lock.close()
+    script.open_stage(tmp_path / "out", {"a": 1, "urls": "y"}, {"urls"}).close()
+    with pytest.raises(script.UserError, match="a: 1 there, 2 now"):
+        script.open_stage(tmp_path / "out", {"a": 2, "urls": "x"}, {"urls"})
+
+
+def test_artifacts_json_says_what_the_scripts_do():
+    artifacts = json.loads((ROOT / "configs/artifacts.json").read_text())
+    assert set(artifacts["stages"]) == set(STAGES)
+    for name in STAGES:
+        script = load_script(name)
+        assert script.STAGE == name and script.SCHEMA == artifacts["schema"]

@@ -1,0 +1,148 @@
+"""For the tests of 04_train: a slow, obvious reference of EAGLE-3's training-time test, and run folders made of random numbers."""
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+
+def rms_norm(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x, position, theta):
+    """RoPE, neox style: x (heads, D) at one position."""
+    half = x.shape[-1] // 2
+    angle = position * theta ** -(torch.arange(half, dtype=x.dtype) / half)
+    a, b = x[:, :half], x[:, half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+def step(w, shape, token_embedding, hidden, position, context):
+    """One call of the draft layer for one token. context: earlier (key, value) pairs it may see. Returns h', logits, its own (key, value), trace."""
+    eps, group = shape.rms_norm_eps, shape.heads // shape.kv_heads
+    attn, mlp = "midlayer.self_attn.", "midlayer.mlp."
+    x = torch.cat([rms_norm(token_embedding, w["midlayer.input_layernorm.weight"], eps), rms_norm(hidden, w["midlayer.hidden_norm.weight"], eps)])
+    q = rotate((w[attn + "q_proj.weight"] @ x).view(shape.heads, -1), position, shape.rope_theta)
+    k = rotate((w[attn + "k_proj.weight"] @ x).view(shape.kv_heads, -1), position, shape.rope_theta)
+    v = (w[attn + "v_proj.weight"] @ x).view(shape.kv_heads, -1)
+    keys, values = (torch.stack(part).repeat_interleave(group, 1) for part in zip(*context, (k, v)))  # (n, heads, D)
+    weights = ((keys * q).sum(-1) * shape.head_dim ** -0.5).softmax(0)
+    out = (weights[..., None] * values).sum(0).flatten()
+    h = hidden + w[attn + "o_proj.weight"] @ out
+    y = rms_norm(h, w["midlayer.post_attention_layernorm.weight"], eps)
+    h = h + w[mlp + "down_proj.weight"] @ (F.silu(w[mlp + "gate_proj.weight"] @ y) * (w[mlp + "up_proj.weight"] @ y))
+    return h, w["lm_head.weight"] @ rms_norm(h, w["norm.weight"], eps), (k, v)
+
+
+def ttt_losses(w, shape, embed, target_head, draft_ids, samples, steps, kind="ce"):
+    """Loops over samples, positions and TTT steps. w: weights by SGLang's names; samples: dicts of a file's tensors.
+
+    Returns losses {(sample, p, k): loss} of the rows that count, and right {(sample, p, k): bool} of all rows that have a next token.
+    """
+    losses, right = {}, {}
+    for s, sample in enumerate(samples):
+        ids, mask, aux, last = (sample[name] for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states"))
+        T, step_0 = len(ids), []
+        for p in range(T - 1):
+            hidden, own = w["fc.weight"] @ aux[p], []
+            for k in range(steps):
+                if p + 2 + k > T - 1:
+                    if k == 0:
+                        step_0.append(None)
+                    break
+                hidden, logits, kv = step(w, shape, embed[ids[p + 1 + k]], hidden, p + k, step_0 + own)
+                own.append(kv)
+                if k == 0:
+                    step_0.append(kv)
+                    own = []
+                p_target = (target_head @ last[p + 1 + k]).softmax(-1)[draft_ids]  # of the whole vocabulary: what lies outside is lost
+                right[s, p, k] = bool(draft_ids[logits.argmax()] == ids[p + 2 + k])
+                if mask[p + 2 + k]:
+                    log_q = logits.log_softmax(-1)
+                    if kind == "lk":
+                        losses[s, p, k] = -torch.minimum(p_target, log_q.exp()).sum().log()
+                    else:
+                        losses[s, p, k] = -(p_target * log_q).sum() + (torch.special.xlogy(p_target, p_target).sum() if kind == "kl" else 0)
+    return losses, right
+
+
+def random_mask(kind: str, length: int, rng) -> np.ndarray:
+    mask = np.zeros(length, np.uint8)
+    if kind == "all":
+        mask[:] = 1
+    elif kind == "tail":
+        mask[length // 3:] = 1
+    else:  # "mixed": islands
+        mask[:] = rng.random(length) < 0.5
+        mask[-1] = length > 1
+    return mask
+
+
+def random_sample(length: int, mask: str, target_head: torch.Tensor, rng: np.random.Generator, dtype=torch.float32) -> dict:
+    """Random states; the token after each is mostly what the target's head says, as of a greedy engine."""
+    generator = torch.Generator().manual_seed(int(rng.integers(1 << 31)))
+    hidden = target_head.shape[1]
+    last = torch.randn(length, hidden, generator=generator).to(dtype)
+    aux = torch.randn(length, 3 * hidden, generator=generator).to(dtype)
+    greedy = (last.to(target_head.dtype) @ target_head.t()).argmax(-1)
+    ids = torch.cat([torch.randint(len(target_head), (1,), generator=generator), greedy[:-1]])
+    flip = torch.rand(length, generator=generator) < 0.1
+    ids[flip] = torch.randint(len(target_head), (int(flip.sum()),), generator=generator)
+    return {"input_ids": ids.int(), "loss_mask": torch.from_numpy(random_mask(mask, length, rng)), "aux_hidden_states": aux, "last_hidden_states": last}
+
+
+def write_target(folder: Path, vocab=97, hidden=32, heads=4, head_dim=8, intermediate=48, prefix="language_model.", dtype=torch.float32, seed=0) -> Path:
+    """A target of which only what 04 reads exists."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    text = {"hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": heads, "v_head_dim": head_dim, "intermediate_size": intermediate,
+            "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps({"text_config": text}))
+    save_file({f"{prefix}model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator).to(dtype),
+               f"{prefix}model.norm.weight": torch.ones(hidden, dtype=dtype),
+               f"{prefix}lm_head.weight": (torch.randn(vocab, hidden, generator=generator) * 0.5).to(dtype)}, folder / "model.safetensors")
+    return folder
+
+
+def write_mapping(folder: Path, draft_ids: np.ndarray, vocab: int) -> Path:
+    folder.mkdir(parents=True)
+    t2d = np.zeros(vocab, bool)
+    t2d[draft_ids] = True
+    np.save(folder / "t2d.npy", t2d)
+    np.save(folder / "d2t.npy", np.asarray(draft_ids) - np.arange(len(draft_ids)))
+    (folder / "manifest.json").write_text(json.dumps({"schema": 1, "stage": "02_build_vocab"}))
+    return folder
+
+
+def write_sample(folder: Path, name: str, tensors: dict, target="toy", layers="2,4,6") -> dict:
+    """A file as 03_extract leaves it, in DESIGN's layout. Returns its row of index.jsonl."""
+    path = folder / hashlib.sha256(name.encode()).hexdigest()[:2] / f"{name}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"schema": "1", "id": name, "target": target, "capture_layers": layers, "sglang_version": "0.5.23",
+                "prompt_len": str(int(np.argmax(tensors["loss_mask"].numpy())))}
+    save_file(tensors, path, metadata | {"checksum": "sha256:" + "0" * 64})
+    data = path.read_bytes()
+    checksum = "sha256:" + hashlib.sha256(data[8 + int.from_bytes(data[:8], "little"):]).hexdigest()
+    save_file(tensors, path, metadata | {"checksum": checksum})
+    return {"id": name, "tokens": len(tensors["input_ids"]), "checksum": checksum}
+
+
+def write_index(folder: Path, rows: list[dict]) -> None:
+    (folder / "index.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["index_sha256"] = hashlib.sha256((folder / "index.jsonl").read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def write_hidden_states(folder: Path, samples: dict[str, dict], target="toy", layers="2,4,6") -> Path:
+    rows = [write_sample(folder, name, tensors, target, layers) for name, tensors in sorted(samples.items())]
+    hidden = next(iter(samples.values()))["last_hidden_states"].shape[1]
+    manifest = {"schema": 1, "stage": "03_extract", "capture_layers": [int(layer) for layer in layers.split(",")], "hidden_size": hidden, "target": target,
+                "sglang_version": "0.5.23", "dtype": "float32", "counts": {"kept": len(rows), "dropped": {}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_index(folder, rows)
+    return folder
