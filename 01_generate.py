@@ -14,7 +14,7 @@ Token ids. One rule for every SGLang from 0.5.10 to 0.5.23: the prompt is render
 as `input_ids` to the native /generate, whose `output_ids` are what the sampler emitted, the stop token included
 (ids_source "server"). The chat route returns ids only in later versions, and cuts them through parsers that depend on server flags.
 A text API gives no ids: they are rebuilt from its text (ids_source "rebuilt"), compared with `usage.completion_tokens`, and
-  - equal, or short by just the stop token: kept;
+  - equal: kept; short by just the stop token, which some APIs do not count: kept, flagged "stop_not_counted";
   - usage larger by more than max(4, 2 %): the text lacks tokens the model emitted (hidden reasoning): dropped, "ids_missing";
   - any other difference: kept, flagged "ids_mismatch". `--on-mismatch keep|drop` does one thing with every difference.
 
@@ -25,11 +25,11 @@ import argparse
 import array
 import asyncio
 import email.utils
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
 import inspect
-import itertools
 import json
 import os
 import random
@@ -191,15 +191,19 @@ TOOL_NAMES = ("section_begin", "section_end", "call_begin", "argument_begin", "c
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--prompts", action="append", default=[], metavar="FILE.jsonl[,key=value]", help="prompt rows; may be repeated; keys as for --dataset")
-    add("--dataset", action="append", default=[], metavar="NAME[,key=value]", help="folder, file or hub name for `datasets`; may be repeated. "
-        "Keys: split (train), config, revision, weight (default: its rows), and the columns id, messages, prompt, system, tools")
+    add("--prompts", action="append", default=[], metavar="FILE.jsonl[,key=value]",
+        help="prompt rows; may be repeated; keys as for --dataset")
+    add("--dataset", action="append", default=[], metavar="NAME[,key=value]",
+        help="folder, file or hub name for `datasets`; may be repeated. Keys: split (train), config, revision, weight "
+             "(default: its rows), and the columns id, messages, prompt, system, tools")
     add("--shuffle", action=argparse.BooleanOptionalAction, default=False, help="shuffle each source by --seed")
-    add("--dedup", action=argparse.BooleanOptionalAction, default=True, help="drop prompts equal to an earlier one but for case, width, space")
+    add("--dedup", action=argparse.BooleanOptionalAction, default=True,
+        help="drop prompts equal to an earlier one but for case, width, space")
     add("--system", metavar="TEXT", help="system prompt for rows without one")
     add("--limit", type=int, metavar="N", help="take the first N prompts of the mix; may grow later")
     add("--base-url", action="append", default=[], metavar="URL", help="server; may be repeated: the least busy healthy one is asked")
-    add("--api", choices=["auto", "sglang", "openai", "moonshot", "openrouter"], default="auto", help="auto: by host, then by SGLang's /server_info")
+    add("--api", choices=["auto", "sglang", "openai", "moonshot", "openrouter"], default="auto",
+        help="auto: by host, then by SGLang's /server_info")
     add("--model", metavar="NAME", help="model name to ask for; with SGLang it must be the served name")
     add("--api-key-env", metavar="VAR", help="environment variable that holds the key")
     add("--provider", action="append", default=[], metavar="NAME", help="openrouter: only these providers, in this order")
@@ -213,7 +217,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=0.95, metavar="F")
     add("--seed", type=int, default=0, metavar="N", help="order of the mix, and a sampling seed per row for servers that take one")
     add("--thinking", choices=["on", "off"], default="on")
-    add("--answers", choices=["generate", "given"], default="generate", help="given: ask nobody, take the assistant turns of the prompt rows")
+    add("--answers", choices=["generate", "given"], default="generate",
+        help="given: ask nobody, take the assistant turns of the prompt rows")
     add("--on-mismatch", choices=["rule", "keep", "drop"], default="rule", help="rebuilt ids that differ from usage; see above")
     add("--stop-token", default="<|im_end|>", help="ends a turn")
     add("--think-tokens", nargs="*", default=["<think>", "</think>"], help="begin and end of reasoning; nothing: the target has none")
@@ -226,8 +231,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--outage-s", type=float, default=600, help="stop when nothing has succeeded for so long")
     add("--max-attempts", type=int, default=6, help="failures of one sample before it is set aside (busy servers do not count)")
     add("--backoff-s", type=float, default=1.0, help="first pause after a failure; doubles up to 60 s, with jitter; Retry-After wins")
-    add("--max-failed-share", type=float, default=0.01, help="samples set aside: up to this share is dropped, more ends the run with exit 1")
-    add("--check-template", action=argparse.BooleanOptionalAction, default=True, help="sglang: first prompt's ids == those of its chat route")
+    add("--max-failed-share", type=float, default=0.01,
+        help="samples set aside: up to this share is dropped, more ends the run with exit 1")
+    add("--check-template", action=argparse.BooleanOptionalAction, default=True,
+        help="sglang: compare the ids of each kind of prompt with its chat route")
     add("--log-interval", type=float, default=5.0, metavar="S")
     return parser
 
@@ -326,7 +333,8 @@ def split_spec(spec: str) -> tuple[str, dict]:
     options = dict(pair.partition("=")[::2] for pair in pairs)
     unknown = set(options) - {"split", "config", "revision", "weight", "id", "messages", "prompt", "system", "tools"}
     if unknown:
-        raise UserError(f"{spec}: unknown key {sorted(unknown)}. Known: split, config, revision, weight, id, messages, prompt, system, tools.")
+        raise UserError(f"{spec}: unknown key {sorted(unknown)}. "
+                        "Known: split, config, revision, weight, id, messages, prompt, system, tools.")
     return name, options
 
 
@@ -357,7 +365,8 @@ def mix(sizes: list[int], weights: list[float | None], seed: int, shuffle: bool)
         taken[source] += 1
 
 
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "function_response": "tool", "observation": "tool"}
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "function_response": "tool",
+         "observation": "tool"}  # other spellings in public data sets
 
 
 def without_none(value):
@@ -373,10 +382,7 @@ def as_messages(row: dict, options: dict, system: str | None) -> tuple[list[dict
     row = without_none(row)
     given = row.get(column)
     if isinstance(given, str):
-        try:
-            given = json.loads(given) if kind == "messages" else [{"role": "user", "content": given}]
-        except ValueError:
-            raise Drop("bad_prompt", f"{column} is a string, but not JSON") from None
+        given = json.loads(given) if kind == "messages" else [{"role": "user", "content": given}]
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise Drop("bad_prompt", f"{column} is {type(given).__name__}")
     messages = []
@@ -394,8 +400,10 @@ def as_messages(row: dict, options: dict, system: str | None) -> tuple[list[dict
         parts = message.get("content")
         if role not in ("system", "user", "assistant", "tool") or not isinstance(parts, (str, list, type(None))):
             raise Drop("bad_prompt", f"role {role!r}, content {type(parts).__name__}")
-        if isinstance(parts, list) and not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            raise Drop("not_text")
+        if isinstance(parts, list):
+            if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+                raise Drop("not_text")
+            message["content"] = parts[0]["text"] if len(parts) == 1 else parts
         messages.append(message)
     system = row.get(options.get("system", "system")) or system
     if system and not any(message["role"] == "system" for message in messages):
@@ -436,7 +444,8 @@ def safe_id(prompt_id: str) -> str:
     """The id itself if it can be a file name with `-t<turn>` behind it, else a slug + 12 hex digits of its sha256."""
     if re.fullmatch(r"[A-Za-z0-9._-]{1,110}", prompt_id):
         return prompt_id
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", prompt_id)[:80] + "-" + hashlib.sha256(prompt_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    digest = hashlib.sha256(prompt_id.encode("utf-8", "surrogatepass")).hexdigest()
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", prompt_id)[:80] + "-" + digest[:12]
 
 
 @dataclass
@@ -459,10 +468,14 @@ def read_prompts(sources: list[Source], args, unpaid: dict) -> Iterator[Prompt]:
         prompt_id = row.get(source.options.get("id", "id"))
         prompt_id = safe_id(f"{source.name}-{number}" if prompt_id is None else str(prompt_id))
         if prompt_id in seen_ids:
-            raise UserError(f"{source.path or source.name}: row {number}: the id {prompt_id} appears twice. Make ids unique, or leave them out.")
+            raise UserError(f"{source.path or source.name}: row {number}: the id {prompt_id} appears twice. "
+                            "Make ids unique, or leave them out.")
         seen_ids.add(prompt_id)
         try:
-            messages, tools = as_messages(row, source.options, args.system)
+            try:
+                messages, tools = as_messages(row, source.options, args.system)
+            except (TypeError, AttributeError, KeyError, ValueError) as error:  # fields of types nobody expects
+                raise Drop("bad_prompt", repr(error)) from None
             key = fingerprint(messages)
             if args.dedup and key in seen_prompts:
                 raise Drop("duplicate")
@@ -480,7 +493,8 @@ def read_prompts(sources: list[Source], args, unpaid: dict) -> Iterator[Prompt]:
 def tokenizer_hash(folder: Path) -> str:
     """One hash over the files that decide token ids and the template."""
     wanted = ("tokenizer", "tokenization", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "tiktoken")
-    files = sorted(path for path in folder.glob("*") if path.is_file() and (path.name.startswith(wanted) or path.suffix in (".model", ".tiktoken")))
+    files = sorted(path for path in folder.glob("*")
+                   if path.is_file() and (path.name.startswith(wanted) or path.suffix in (".model", ".tiktoken")))
     return hashlib.sha256("".join(f"{path.name} {sha256_file(path)}\n" for path in files).encode()).hexdigest()
 
 
@@ -520,6 +534,23 @@ class Answer:
     flags: list[str] = field(default_factory=list)
 
 
+FILLED = {"description": None, "name": None, "parameters": None, "strict": False}
+TOOL_FORMS = [  # a tool definition as SGLang's chat route hands it to the template: as it came, or with the fields its versions fill in
+    lambda tool: tool,
+    lambda tool: {**tool, "defer_loading": None},  # 0.5.23
+    lambda tool: {"type": "function", **tool, "function": FILLED | tool["function"], "defer_loading": None},  # 0.5.15
+    lambda tool: {"type": "function", **tool, "function": FILLED | tool["function"]},  # 0.5.10
+]
+
+
+def with_object(call: dict) -> dict:
+    """A tool call whose arguments are an object, not its JSON text (where that can be parsed)."""
+    try:
+        return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+    except (ValueError, TypeError, KeyError):
+        return call
+
+
 class Tokens:
     """The target's tokenizer, its template and its special ids; works for fast and slow ones, never asks for offsets.
 
@@ -527,7 +558,7 @@ class Tokens:
     """
 
     def __init__(self, tokenizer, stop: str, think: list[str], tool: list[str], thinking: bool):
-        self.tokenizer, self.thinking = tokenizer, thinking
+        self.tokenizer, self.thinking, self.tool_form = tokenizer, thinking, TOOL_FORMS[0]
         if len(think) not in (0, 2) or len(tool) not in (0, 5):
             raise UserError(f"--think-tokens takes 2 names or none, --tool-tokens 5 or none; got {think} and {tool}.")
         self.stop = self.special(stop)
@@ -537,8 +568,9 @@ class Tokens:
         self.encode_plain = self.plain_encoder()
 
     def special(self, name: str) -> int:
-        token_id = self.tokenizer.convert_tokens_to_ids(name)
-        if token_id is None or self.tokenizer.convert_ids_to_tokens(token_id) != name or self.tokenizer.encode(name, add_special_tokens=False) != [token_id]:
+        token_id = self.tokenizer.convert_tokens_to_ids(name)  # of an unknown name: None, or the id of the unknown token
+        if (token_id is None or self.tokenizer.convert_ids_to_tokens(token_id) != name
+                or self.tokenizer.encode(name, add_special_tokens=False) != [token_id]):
             raise UserError(f"the tokenizer does not encode {name} as one id. Name this target's tokens with "
                             "--stop-token, --think-tokens, --tool-tokens (empty: it has none).")
         return token_id
@@ -569,11 +601,19 @@ class Tokens:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def prompt_ids(self, messages: list[dict], tools: list | None) -> list[int]:
-        """Ids up to where the answer begins, the prefilled `<think>` or `<think></think>` included: SGLang's chat route makes the same call."""
-        mode = dict(thinking=self.thinking, enable_thinking=self.thinking)  # Kimi's and Qwen's name for the switch
+        """Ids up to where the answer begins, the prefilled `<think>` or `<think></think>` included, as SGLang's chat route renders them.
+
+        It hands call arguments to the template as objects, no content as "", and tools as its own classes print them (`tool_form`).
+        """
+        switch = {"thinking": self.thinking, "enable_thinking": self.thinking}  # Kimi's and Qwen's name for it
         try:
             json.dumps(messages, ensure_ascii=False).encode()
-            ids = list(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **mode))
+            served = [{"content": "", **message} for message in messages]
+            for message in served:
+                if message.get("tool_calls"):
+                    message["tool_calls"] = [with_object(call) for call in message["tool_calls"]]
+            ids = list(self.tokenizer.apply_chat_template(served, tools=tools and [self.tool_form(tool) for tool in tools],
+                                                          add_generation_prompt=True, tokenize=True, return_dict=False, **switch))
         except UnicodeEncodeError:
             raise Drop("not_utf8") from None
         except Exception as error:  # jinja raises what the template asks for, and TypeErrors for odd messages
@@ -601,9 +641,10 @@ class Tokens:
             while section[:1] == [self.tool["call_begin"]] and self.tool["call_end"] in section:
                 end, call = section.index(self.tool["call_end"]), section[1:]
                 middle = call.index(self.tool["argument_begin"]) if self.tool["argument_begin"] in call[:end - 1] else end - 1
-                name = self.decode(call[:middle])
-                calls.append({"id": name, "type": "function", "function": {
-                    "name": re.sub(r":\d+$", "", name.strip()).removeprefix("functions."), "arguments": self.decode(call[middle + 1:end - 1])}})
+                call_id = self.decode(call[:middle])
+                name = re.sub(r":\d+$", "", call_id.strip()).removeprefix("functions.")
+                calls.append({"id": call_id, "type": "function",
+                              "function": {"name": name, "arguments": self.decode(call[middle + 1:end - 1])}})
                 section = section[end + 1:]
             if section != [self.tool["section_end"]]:
                 flags.append("tool_calls_malformed")
@@ -652,7 +693,9 @@ def settle_ids(answer: Answer, prompt_ids: list[int], tokens: Tokens, n_calls_be
     said = (answer.usage or {}).get("completion_tokens")
     if said is None:
         answer.flags.append("ids_not_compared")
-    elif said != len(ids) and not (said == len(ids) - 1 and ids[-1] == tokens.stop):
+    elif said == len(ids) - 1 and ids[-1] == tokens.stop:
+        answer.flags.append("stop_not_counted")
+    elif said != len(ids):
         if on_mismatch == "drop" or on_mismatch == "rule" and said - len(ids) > max(4, said // 50):
             raise Drop("ids_missing" if said > len(ids) else "ids_mismatch", f"usage says {said} tokens, the text has {len(ids)}")
         answer.flags.append("ids_mismatch")
@@ -677,8 +720,9 @@ def retry_after(headers) -> float | None:
 
 def refuse(status: int, message: str, headers, key_env: str | None):
     """Turn an error status (of HTTP or inside a body) into what happens next: Retry, Drop, Halt or UserError."""
-    if status in (401, 403):
-        raise UserError(f"the server refused the key ({status}: {message}). " + (f"It came from the variable {key_env}." if key_env else "None was sent: name its variable with --api-key-env."))
+    if status == 401:
+        raise UserError(f"the server refused the key (401: {message}). "
+                        + (f"It came from the variable {key_env}." if key_env else "None was sent: name its variable with --api-key-env."))
     if status == 402:
         raise Halt(f"out of credit (402: {message}). Everything so far is kept; the same command goes on.", code=1)
     if status == 404:
@@ -719,11 +763,11 @@ class Server:
             message = detail.get("message") if isinstance(detail, dict) else detail
             refuse(error.status_code, " ".join(str(message or error.response.text).split())[:200], error.response.headers, key_env)
         except openai.APITimeoutError as error:
-            connecting = isinstance(error.__cause__, (httpx.ConnectTimeout, httpx.PoolTimeout))
-            raise Retry("unreachable" if connecting else "timeout", blame=not connecting, billed=not connecting) from None
+            sent = not isinstance(error.__cause__, (httpx.ConnectTimeout, httpx.PoolTimeout))
+            raise Retry("timeout" if sent else "unreachable", repr(error.__cause__), blame=sent, billed=sent) from None
         except openai.APIConnectionError as error:
-            connecting = isinstance(error.__cause__, httpx.ConnectError)
-            raise Retry("unreachable" if connecting else "connection_cut", repr(error.__cause__), blame=not connecting, billed=not connecting) from None
+            sent = not isinstance(error.__cause__, httpx.ConnectError)
+            raise Retry("connection_cut" if sent else "unreachable", repr(error.__cause__), blame=sent, billed=sent) from None
         except ValueError as error:  # truncated JSON or broken UTF-8
             raise Retry("bad_json", error, billed=True) from None
         finally:
@@ -739,7 +783,8 @@ class Server:
         return answer
 
 
-def request_body(api: str, args, stop: int, row_id: str, prompt_ids: list[int], messages: list[dict], tools: list | None) -> tuple[str, dict]:
+def request_body(api: str, args, stop: int, row_id: str, prompt_ids: list[int], messages: list[dict],
+                 tools: list | None) -> tuple[str, dict]:
     """(path, body): the same wish in each API's own terms."""
     seed = int.from_bytes(hashlib.sha256(f"{args.seed}:{row_id}".encode()).digest()[:4], "big") >> 1
     if api == "sglang":
@@ -750,10 +795,14 @@ def request_body(api: str, args, stop: int, row_id: str, prompt_ids: list[int], 
     terms = {"openai": {"chat_template_kwargs": {"thinking": on, "enable_thinking": on}, "separate_reasoning": True},  # SGLang's and vLLM's
              "moonshot": {"thinking": {"type": "enabled" if on else "disabled"}},
              "openrouter": {"reasoning": {"enabled": on}, "usage": {"include": True}}}[api]
+    if api == "openrouter":  # its name for the reasoning of earlier turns
+        messages = [{"reasoning" if key == "reasoning_content" else key: value for key, value in message.items()} for message in messages]
     if args.provider:
         terms["provider"] = {"order": args.provider, "allow_fallbacks": False}
-    return "/chat/completions", {"model": args.model, "messages": messages, **({"tools": tools} if tools else {}), "max_tokens": args.max_tokens,
-                                 "temperature": args.temperature, "top_p": args.top_p, "seed": seed, **terms, **args.extra_body}
+    if tools:
+        terms["tools"] = tools
+    return "/chat/completions", {"model": args.model, "messages": messages, "max_tokens": args.max_tokens, "temperature": args.temperature,
+                                 "top_p": args.top_p, "seed": seed, **terms, **args.extra_body}
 
 
 def read_native(body: dict, prompt_ids: list[int], tokens: Tokens) -> Answer:
@@ -765,7 +814,8 @@ def read_native(body: dict, prompt_ids: list[int], tokens: Tokens) -> Answer:
     if not isinstance(ids, list):
         raise UserError(f"/generate gave no output_ids (fields {sorted(body)}). SGLang 0.5.10 to 0.5.23 gives them: check --base-url.")
     if meta.get("prompt_tokens", len(prompt_ids)) != len(prompt_ids):
-        raise UserError(f"the engine read {meta['prompt_tokens']} prompt tokens of {len(prompt_ids)} sent. Start it without --allow-auto-truncate.")
+        raise UserError(f"the engine read {meta['prompt_tokens']} prompt tokens of {len(prompt_ids)} sent. "
+                        "Start it without --allow-auto-truncate.")
     if not ids:
         raise Drop("empty")
     reasoning, content, calls, flags = tokens.read(prompt_ids, ids)
@@ -808,12 +858,13 @@ def read_chat(body: dict, api: str) -> Answer:
 class Store:
     """Rows on disk: part-*.jsonl and dropped.jsonl, appended and fsynced in groups; torn tails are cut off on opening.
 
-    done: row id -> its place; dropped: row id -> {"reason", "detail"}; tokens, usd: what all rows cost together.
+    done: row id -> its place; dropped: row id -> drop_row(); tokens, usd: what all rows cost together;
+    kinds: {(ids_source, model of the engine)}.
     """
 
     def __init__(self, folder: Path, prices: list[float] | None):
         self.prices = prices or (0.0, 0.0)  # $ per million tokens of prompt and answer, where usage does not tell the cost
-        self.folder, self.done, self.dropped, self.tokens, self.usd, self.ids_sources = folder, {}, {}, 0, 0.0, set()
+        self.folder, self.done, self.dropped, self.tokens, self.usd, self.kinds = folder, {}, {}, 0, 0.0, set()
         self.pending, self.wake = [], asyncio.Event()
         ready = folder / "sorted.ready"  # finish() got as far as a complete sorted copy: put it in place
         for path in sorted(ready.glob("part-*.jsonl")):
@@ -823,11 +874,12 @@ class Store:
         self.part, self.rows_in_part = 0, 0
         for self.part, path in enumerate(parts(folder)):
             if path.name != part_name(self.part):
-                raise UserError(f"{folder}: {part_name(self.part)} is missing though {path.name} is there. Put it back, or use another folder.")
+                raise UserError(f"{folder}: {part_name(self.part)} is missing though {path.name} is there. "
+                                "Put it back, or use another folder.")
             self.rows_in_part = 0
             for offset, row in rows(path):
                 self.done[row["id"]] = self.part << 48 | offset
-                self.ids_sources.add(row["ids_source"])
+                self.kinds.add((row["ids_source"], row["model"] if row["ids_source"] == "server" else None))
                 self.charge(row)
                 self.rows_in_part += 1
         for _, row in rows(folder / "dropped.jsonl"):
@@ -867,8 +919,9 @@ class Store:
             try:
                 await asyncio.to_thread(self.commit, batch)
             except OSError as error:
+                why = f"{self.folder}: cannot write ({error.strerror}). Make room; the same command goes on."
                 for *_, written in batch:
-                    written.set_exception(Halt(f"{self.folder}: cannot write ({error.strerror}). Make room; the same command goes on.", code=1))
+                    written.set_exception(Halt(why, code=1))
                 continue
             for row, _, written in batch:
                 self.charge(row)
@@ -877,7 +930,7 @@ class Store:
                 written.set_result(None)
 
     def commit(self, batch: list):
-        groups = {}  # path -> lines
+        groups = {}  # file name -> lines
         for row, line, _ in batch:
             if "reason" in row:
                 groups.setdefault("dropped.jsonl", []).append(line)
@@ -887,10 +940,24 @@ class Store:
             groups.setdefault(part_name(self.part), []).append(line)
             self.rows_in_part += 1
         for name, lines in groups.items():
-            with open(self.folder / name, "ab") as file:
-                file.write(b"".join(lines))
-                file.flush()
-                os.fsync(file.fileno())
+            with open(self.folder / name, "ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    if file.write(data := b"".join(lines)) != len(data):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(size)  # or the next row would be appended to a torn one
+                    raise
+            if size == 0:
+                sync_folder(self.folder)
+
+
+def sync_folder(folder: Path):
+    """A file's name is on the disk only when its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def part_name(number: int) -> str:
@@ -915,7 +982,8 @@ def rows(path: Path) -> Iterator[tuple[int, dict]]:
             try:
                 yield offset, json.loads(line)
             except ValueError:
-                raise UserError(f"{path}: the row at byte {offset} is not JSON. Delete that line; its prompt will be asked again.") from None
+                raise UserError(f"{path}: the row at byte {offset} is not JSON. "
+                                "Delete that line; its prompt will be asked again.") from None
             offset += len(line)
 
 
@@ -930,7 +998,7 @@ class Budget:
     def __init__(self, args, store: Store):
         self.store, self.max_tokens, self.prices, self.in_flight = store, args.max_tokens, args.usd_per_mtok, 0
         self.limits = (args.max_tokens_total or float("inf"), args.max_cost_usd or float("inf"))
-        self.file = os.open(store.folder / ".unsettled", os.O_RDWR | os.O_CREAT)
+        self.file = os.open(store.folder / ".unsettled", os.O_RDWR | os.O_CREAT, 0o644)
         self.lost = list(struct.unpack("<2d", os.pread(self.file, 16, 0) or bytes(16)))
         self.reserved, self.rate, self.changed = [0.0, 0.0], None, asyncio.Condition()
         self.save()
@@ -954,8 +1022,9 @@ class Budget:
                 if fits and not (learning and self.in_flight):
                     break
                 if not self.in_flight:
-                    flag = "--max-tokens-total" if self.spent()[0] + need[0] > self.limits[0] else "--max-cost-usd"
-                    raise Halt(f"{flag} would be passed by the next request: {self.spent()[0]:,.0f} tokens, ${self.spent()[1]:.4f} spent", code=0)
+                    tokens, usd = self.spent()
+                    flag = "--max-tokens-total" if tokens + need[0] > self.limits[0] else "--max-cost-usd"
+                    raise Halt(f"{flag} would be passed by the next request: {tokens:,.0f} tokens, ${usd:.4f} spent", code=0)
                 await self.changed.wait()
             self.in_flight += 1
             self.reserved = [a + b for a, b in zip(self.reserved, need)]
@@ -985,16 +1054,17 @@ class Budget:
 class Run:
     """The workers of one session and what they share.
 
-    unpaid: row id -> drop row of samples that cost nothing (unusable prompt, refused with 4xx, no answer). They are written only at the end,
-    so a resumed run tries them again; answers and drops that were paid for are on the disk at once.
+    unpaid: row id -> drop row of samples that cost nothing (unusable prompt, refused with 4xx, no answer). They are written only at
+    the end, so a resumed run tries them again; answers and drops that were paid for are on the disk at once.
     """
 
-    def __init__(self, args, api: str, servers: list[Server], tokens: Tokens, store: Store, prompts: Iterator[Prompt], total: int, unpaid: dict):
+    def __init__(self, args, api: str, servers: list[Server], tokens: Tokens, store: Store, prompts: Iterator[Prompt], total: int,
+                 unpaid: dict):
         self.args, self.api, self.servers, self.tokens, self.store = args, api, servers, tokens, store
         self.prompts, self.total, self.unpaid, self.budget = prompts, total, unpaid, Budget(args, store)
         self.halt, self.failed, self.errors = None, Counter(), Counter()  # failed: kinds of error that samples were given up for
-        self.n_prompts = self.n_answers = self.n_tokens = self.n_refused = 0
-        self.started, self.failing_since = time.monotonic(), None
+        self.n_prompts = self.n_old = self.n_answers = self.n_tokens = self.n_refused = 0  # n_old: prompts that an earlier session finished
+        self.started, self.failing_since, self.checked, self.checking = time.monotonic(), None, set(), asyncio.Lock()
 
     async def work(self):
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -1029,6 +1099,7 @@ class Run:
         """All turns of one prompt in order; those on the disk are read, not asked."""
         ids = [f"{prompt.id}-t{turn}" for turn in range(len(prompt.turns))]
         if all(row_id in self.store.done or row_id in self.store.dropped for row_id in ids):
+            self.n_old += 1
             return
         messages, ended = [], None  # ended: why no later turn can follow
         for row_id, (before, given) in zip(ids, prompt.turns):
@@ -1044,7 +1115,12 @@ class Run:
                 if "reason" in row and need is None:
                     self.unpaid[row_id] = row
                 else:
-                    await self.store.put(row)
+                    try:
+                        await self.store.put(row)
+                    except Halt:
+                        if need is not None:
+                            await self.budget.settle(need, billed=True)
+                        raise
                 if need is not None:
                     await self.budget.settle(need, row)
             if "reason" in row:
@@ -1056,12 +1132,15 @@ class Run:
             if row["finish_reason"] != "stop":
                 ended = "after_tool_call" if row["tool_calls"] else "after_cut_turn"
 
-    async def turn(self, row_id: str, prompt: Prompt, messages: list[dict], given: dict | None, ended: str | None) -> tuple[dict | None, tuple | None]:
+    async def turn(self, row_id: str, prompt: Prompt, messages: list[dict], given: dict | None,
+                   ended: str | None) -> tuple[dict | None, tuple | None]:
         """(answer or drop row, reservation to settle once it is written or None). (None, None): the run was halted."""
         need = usage = None
         try:
             if ended:
                 raise Drop(ended)
+            if self.api == "sglang" and self.args.check_template:
+                await self.check_kind(messages, prompt.tools)
             prompt_ids = self.tokens.prompt_ids(messages, prompt.tools)
             if self.args.answers == "given":
                 answer = given_answer(given)
@@ -1082,7 +1161,18 @@ class Run:
                 "provider": answer.provider, "usage": answer.usage, "prompt_ids": prompt_ids, "response_ids": ids,
                 "ids_source": ids_source, "flags": sorted(set(answer.flags))}, need
 
-    async def ask(self, row_id: str, prompt_ids: list[int], messages: list[dict], tools: list | None) -> tuple[Answer | Drop | None, tuple | None]:
+    async def check_kind(self, messages: list[dict], tools: list | None):
+        """check_template() once for each kind of prompt: roles in it, tools, calls, reasoning, content in parts."""
+        kind = bool(tools), *sorted({(m["role"], "tool_calls" in m, "reasoning_content" in m, isinstance(m.get("content"), list))
+                                     for m in messages})
+        if kind not in self.checked:
+            async with self.checking:
+                if kind not in self.checked and (server := await self.pick(retry=True)):
+                    await check_template(server, self.args, self.tokens, messages, tools)
+                    self.checked.add(kind)
+
+    async def ask(self, row_id: str, prompt_ids: list[int], messages: list[dict],
+                  tools: list | None) -> tuple[Answer | Drop | None, tuple | None]:
         """(the answer or why there is none, reservation or None if nothing was paid), through as many attempts and servers as it takes."""
         path, body = request_body(self.api, self.args, self.tokens.stop, row_id, prompt_ids, messages, tools)
         attempts = blamed = 0
@@ -1101,7 +1191,8 @@ class Run:
                     await self.budget.settle(need)
                     need, self.n_refused = None, self.n_refused + 1
                     if self.n_refused >= 20 and not self.n_answers:
-                        raise UserError(f"{server.url} refuses every request ({drop}: {drop.detail}). Check --model, --max-tokens and --api.") from None
+                        raise UserError(f"{server.url} refuses every request ({drop}: {drop.detail}). "
+                                        "Check --model, --max-tokens and --api.") from None
             except Retry as retry:
                 await self.budget.settle(need, billed=retry.billed)
                 attempts, blamed = attempts + 1, blamed + retry.blame
@@ -1176,7 +1267,7 @@ class Run:
 
     def progress(self):
         took = time.monotonic() - self.started
-        left = int((self.total - self.n_prompts) * took / max(1, self.n_prompts))
+        left = int((self.total - self.n_prompts) * took / max(1, self.n_prompts - self.n_old))
         tokens, usd = self.budget.spent()
         errors = ", ".join(f"{kind} {n}" for kind, n in self.errors.most_common()) or "none"
         log(f"{self.n_prompts}/{self.total} prompts | {self.n_answers / took:.1f} answers/s | {self.n_tokens / took:,.0f} tok/s | "
@@ -1201,68 +1292,76 @@ def given_answer(message: dict | None) -> Answer:
 
 
 async def discover(args, key: str | None) -> tuple[str, str | None, list[str]]:
-    """(api, SGLang's version, URLs to post to). Raises UserError when no server answers or they differ."""
+    """(api, SGLang's version, URLs to post to); sets args.model to the name SGLang serves.
+
+    Raises UserError when no server answers, or when they are not alike.
+    """
     if args.answers == "given":
         return "given", None, []
     if not args.base_url:
         raise UserError("no server: name at least one --base-url.")
-    api, version, urls, down = args.api, None, [], []
+    api, found, down = args.api, {}, {}  # url -> /server_info of an SGLang, or {}; url -> error
     for url in args.base_url:
-        parts_ = urlsplit(url)
-        if parts_.scheme not in ("http", "https") or not parts_.netloc:
+        host = urlsplit(url).hostname
+        if urlsplit(url).scheme not in ("http", "https") or not host:
             raise UserError(f"--base-url {url}: not an http(s) URL.")
-        root = url.rstrip("/").removesuffix("/v1")
         if api == "auto":
-            api = next((name for name in ("openrouter", "moonshot") if name in (parts_.hostname or "")), "auto")
-        if api in ("auto", "sglang"):
-            try:
-                async with httpx.AsyncClient(timeout=20, headers={"Authorization": f"Bearer {key}"} if key else {}) as client:
-                    response = await client.get(f"{root}/server_info")
-                info = response.json() if response.status_code == 200 else {}
-            except (httpx.TransportError, ValueError) as error:
-                if not isinstance(error, ValueError):
-                    down.append(f"{url} ({type(error).__name__})")
-                    continue
-                info = {}
-            is_sglang = isinstance(info, dict) and "version" in info and "served_model_name" in info
-            if not is_sglang and (api == "sglang" or version):
-                raise UserError(f"{url}: no SGLang there (/server_info: status {response.status_code}). Check --base-url or --api.")
-            if is_sglang:
-                if version not in (None, info["version"]) or args.model not in (None, info["served_model_name"]):
-                    raise UserError(f"{url} serves {info['served_model_name']} with SGLang {info['version']}, wanted {args.model} and "
-                                    f"{version or 'any version'}. Use servers that are alike and the served name as --model.")
-                api, version, args.model = "sglang", info["version"], info["served_model_name"]
-            else:
-                api = "openai"
-        urls.append(root if api == "sglang" else url.rstrip("/") if parts_.path.strip("/") else f"{root}/v1")
-    if not urls:
-        raise UserError(f"{', '.join(down)}: no server answers. Start it or check --base-url.")
+            api = next((name for name in ("openrouter", "moonshot") if name in host), "auto")
+        try:
+            async with httpx.AsyncClient(timeout=20, headers={"Authorization": f"Bearer {key}"} if key else {}) as client:
+                response = await client.get(url.rstrip("/").removesuffix("/v1") + "/server_info" if api in ("auto", "sglang") else url)
+            info = response.json() if response.status_code == 200 and api in ("auto", "sglang") else {}
+        except httpx.TransportError as error:
+            down[url] = type(error).__name__
+            continue
+        except ValueError:  # a page, no JSON
+            info = {}
+        found[url] = info if isinstance(info, dict) and {"version", "served_model_name"} <= set(info) else {}
+    if not found:
+        raise UserError(f"no server answers: {', '.join(f'{url} ({error})' for url, error in down.items())}. Start it or check --base-url.")
     if down:
         log(f"not up yet, will be tried: {', '.join(down)}")
-        urls += [url.split(" ")[0].rstrip("/").removesuffix("/v1") for url in down]
-    if api != "sglang" and not args.model:
+    served = {(info.get("version"), info.get("served_model_name")) for info in found.values()}
+    if api == "sglang" and (None, None) in served or api == "auto" and len(served) > 1:
+        raise UserError("--base-url: not all of them are the same SGLang and model: "
+                        f"{sorted(served, key=str)} (None: no /server_info there).")
+    version, model = served.pop()
+    if api == "auto":
+        api = "sglang" if version else "openai"
+    if version and args.model not in (None, model):
+        raise UserError(f"{next(iter(found))} serves {model}, not {args.model}. Give the served name as --model.")
+    args.model = model or args.model
+    if not args.model:
         raise UserError("--model is needed: this API serves several models.")
-    return api, version, urls
+    if api == "sglang":
+        return api, version, [url.rstrip("/").removesuffix("/v1") for url in args.base_url]
+    return api, version, [url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1" for url in args.base_url]
 
 
-async def check_template(server: Server, args, tokens: Tokens, prompt: Prompt):
-    """SGLang's chat route must read the first prompt as the same ids. It returns them from 0.5.15 on; before, their number has to do."""
-    messages, mode = prompt.turns[0][0], args.thinking == "on"
-    ours = tokens.prompt_ids(messages, prompt.tools)
+async def check_template(server: Server, args, tokens: Tokens, messages: list[dict], tools: list | None):
+    """SGLang's chat route must read this prompt as the ids we send. It returns them from 0.5.15 on; before, their number has to do.
+    Settles tokens.tool_form by trying. Raises UserError."""
+    mode = args.thinking == "on"
     body = {"model": args.model, "messages": messages, "max_tokens": 1, "temperature": 0, "return_prompt_token_ids": True,
-            "chat_template_kwargs": {"thinking": mode, "enable_thinking": mode}, **({"tools": prompt.tools} if prompt.tools else {})}
+            "chat_template_kwargs": {"thinking": mode, "enable_thinking": mode}, **({"tools": tools} if tools else {})}
     try:
         answer = await server.post("/v1/chat/completions", body, args.api_key_env)
-    except (Drop, Retry) as error:
-        log(f"template not compared with the server's chat route: {error} {getattr(error, 'detail', '')}".rstrip())
+        theirs, count = answer["choices"][0].get("prompt_token_ids"), answer["usage"]["prompt_tokens"]
+    except (Drop, Retry, KeyError) as error:
+        log(f"template not compared with the server's chat route: {error!r} {getattr(error, 'detail', '')}".rstrip())
         return
-    theirs, count = answer["choices"][0].get("prompt_token_ids"), answer["usage"]["prompt_tokens"]
-    if count != len(ours) or theirs not in (None, ours):
-        at = next((i for i, (a, b) in enumerate(zip(ours, theirs or [])) if a != b), None)
-        raise UserError(f"{server.url} renders the first prompt as {count} ids, {args.tokenizer} as {len(ours)}"
-                        + (f", different from position {at} on" if at is not None else "") + ". Name the folder that the server "
-                        "serves with --tokenizer, or pass --no-check-template if the difference is wanted.")
-    log(f"template: the chat route of {server.url} reads the first prompt as the same {len(ours)} ids{'' if theirs else ' (their number; it does not return ids)'}")
+    what = "+".join(dict.fromkeys(message["role"] for message in messages)) + (" with tools" if tools else "")
+    for form in (tokens.tool_form, *TOOL_FORMS):
+        tokens.tool_form = form
+        ours = tokens.prompt_ids(messages, tools)
+        if count == len(ours) and theirs in (None, ours):
+            log(f"template: {server.url} reads a prompt of {what} as the same {count} ids"
+                + ("" if theirs else " (as many; it does not return them)"))
+            return
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs or [])) if a != b), None)
+    raise UserError(f"{server.url} renders a prompt of {what} as {count} ids, {args.tokenizer} as {len(ours)}"
+                    + (f", different from position {at} on" if at is not None else "") + ". Name the folder that the server serves with "
+                    "--tokenizer, or pass --no-check-template if the difference is wanted.")
 
 
 def finish(folder: Path, dropped: dict[str, dict], head: dict, cost: dict):
@@ -1319,7 +1418,8 @@ def finish(folder: Path, dropped: dict[str, dict], head: dict, cost: dict):
     log("cost: " + " | ".join(f"{key} {value}" for key, value in cost.items()))
     if "server" in ids_sources:
         same = ids_sources["server"] - flags["rebuild_differs"]
-        log(f"ids rebuilt from text would equal the engine's in {same:,} of {ids_sources['server']:,} rows ({100 * same / ids_sources['server']:.2f} %)")
+        log(f"ids rebuilt from text would equal the engine's in {same:,} of {ids_sources['server']:,} rows "
+            f"({100 * same / ids_sources['server']:.2f} %)")
 
 
 def main(argv: list[str]) -> None:
@@ -1353,10 +1453,13 @@ def main(argv: list[str]) -> None:
     # 2. the target's tokens and the servers
     store = Store(args.output_dir, args.usd_per_mtok)
     api, version, urls = asyncio.run(discover(args, key))
-    if store.ids_sources - {"server" if api == "sglang" else "rebuilt"}:
-        raise UserError(f"{args.output_dir}: its rows have ids_source {sorted(store.ids_sources)}, this API ({api}) gives other ids. Use another folder.")
-    tokens = Tokens(load_tokenizer(args.tokenizer, args.trust_remote_code), args.stop_token, args.think_tokens, args.tool_tokens, args.thinking == "on")
-    versions = {"python": sys.version.split()[0], "sglang": version} | {name: importlib.metadata.version(name) for name in ("openai", "transformers")}
+    if other := store.kinds - {("server", args.model) if api == "sglang" else ("rebuilt", None)}:
+        raise UserError(f"{args.output_dir}: holds rows with (ids_source, model) {sorted(other, key=str)}, "
+                        f"api {api} with model {args.model} gives others. Use another folder.")
+    tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
+    tokens = Tokens(tokenizer, args.stop_token, args.think_tokens, args.tool_tokens, args.thinking == "on")
+    versions = {"python": sys.version.split()[0], "sglang": version} | {
+        name: importlib.metadata.version(name) for name in ("openai", "transformers")}
     log(f"versions {versions} | api {api} | model {args.model} | {len(store.done)} rows here already, {len(store.dropped)} dropped")
 
     # 3. ask
@@ -1384,14 +1487,10 @@ def main(argv: list[str]) -> None:
 
 
 async def session(args, key: str | None, api: str, urls: list[str], tokens: Tokens, store: Store, sources: list[Source], total: int) -> Run:
-    """One event loop's life: check the template on the first prompt, then let the workers run."""
+    """One event loop's life."""
     tls, unpaid = ssl.create_default_context(), {}
     servers = [Server(url, key, args.concurrency, args.timeout_s, tls) for url in urls]
-    prompts = read_prompts(sources, args, unpaid)
-    if api == "sglang" and args.check_template and (first := next(prompts, None)):
-        await check_template(servers[0], args, tokens, first)
-        prompts = itertools.chain([first], prompts)
-    run = Run(args, api, servers, tokens, store, prompts, total, unpaid)
+    run = Run(args, api, servers, tokens, store, read_prompts(sources, args, unpaid), total, unpaid)
     await run.work()
     return run
 

@@ -9,7 +9,8 @@ Writes  <output-dir>/d2t.npy, t2d.npy, vocab_mapping.json (coverage), coverage.p
 Time and size: one pass over the rows, two processes count about 4M tokens/s; memory does not grow with the corpus.
 
 The draft can only propose tokens of its own vocabulary, so each token outside of it ends a run of accepted drafts. Kept: the special
-tokens that a turn is made of, then the most frequent tokens (ties: lower id first), then unseen ones by ascending id when too few were seen.
+tokens that a turn is made of, then the most frequent tokens (ties: lower id first), then, when too few were seen, unseen ones by
+ascending id.
 Names: Vt target vocabulary, Vd draft vocabulary; d2t is an OFFSET: target_id = draft_id + d2t[draft_id].
 """
 import argparse
@@ -171,7 +172,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--target-vocab-size", type=int, metavar="N", help="rows of the target's lm_head (default: vocab_size in its config.json)")
     add("--count", choices=["response", "all"], default="response", help="all: prompt tokens too")
     add("--special-tokens", nargs="*", default=SPECIAL, metavar="NAME", help="always in the draft vocabulary (default: Kimi's)")
-    add("--held-out", type=float, default=0.05, metavar="F", help="share of rows on which the coverage of the rest's vocabulary is measured")
+    add("--held-out", type=float, default=0.05, metavar="F",
+        help="share of rows on which the coverage of the rest's vocabulary is measured")
     add("--seed", type=int, default=0, metavar="N", help="picks those rows, by sha256 of seed and id")
     add("--reuse", type=Path, metavar="DIR", help="take the map of this older vocab_mapping/ and say what it covers here")
     add("--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes that count")
@@ -265,7 +267,8 @@ def read_map(folder: Path, size: int, vocab_size: int, tokenizer: str) -> np.nda
 def tokenizer_hash(folder: Path) -> str:
     """One hash over the files that decide token ids and the template; the same function as in 01_generate.py."""
     wanted = ("tokenizer", "tokenization", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "tiktoken")
-    files = sorted(path for path in folder.glob("*") if path.is_file() and (path.name.startswith(wanted) or path.suffix in (".model", ".tiktoken")))
+    files = sorted(path for path in folder.glob("*")
+                   if path.is_file() and (path.name.startswith(wanted) or path.suffix in (".model", ".tiktoken")))
     return hashlib.sha256("".join(f"{path.name} {sha256_file(path)}\n" for path in files).encode()).hexdigest()
 
 
@@ -295,7 +298,7 @@ def plot(path: Path, table: list[dict], size: int, coverage: float) -> None:
     for key, label, style in (("coverage", "all rows", "o-"), ("held_out", "held-out rows, vocabulary of the others", "s--")):
         axis.plot(sizes, [100 * row[key] for row in table], style, markersize=4, label=label)
     axis.axvline(size, color="0.5", linewidth=1)
-    axis.annotate(f"{size:,}: {100 * coverage:.2f} %", (size, 100 * coverage), xytext=(6, -14), textcoords="offset points")
+    axis.annotate(f"{size:,}: {100 * coverage:.2f} %", (size, 100 * coverage), xytext=(-6, 6), textcoords="offset points", ha="right")
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [f"{n:,}" for n in sizes], rotation=45, ha="right")
     axis.set_xlabel("draft vocabulary (tokens)")
@@ -322,14 +325,14 @@ def main(argv: list[str]) -> None:
     if vocab_size is None:
         raise UserError(f"{args.tokenizer}: no config.json with a vocab_size there. Give --target-vocab-size.")
     if not 0 < args.draft_vocab_size <= vocab_size or not 0 <= args.held_out < 1 or args.workers < 1:
-        raise UserError(f"--draft-vocab-size {args.draft_vocab_size} must lie in 1..{vocab_size} (the target's), --held-out {args.held_out} "
-                        f"in [0, 1), --workers {args.workers} above 0.")
-    config = {**vars(args), "target_vocab_size": vocab_size, "inputs": inputs,
-              "reuse": args.reuse and sha256_file(args.reuse / "manifest.json") if args.reuse and (args.reuse / "manifest.json").exists() else None}
-    log("config " + json.dumps({**config, "reuse": args.reuse}, default=str))
+        raise UserError(f"--draft-vocab-size {args.draft_vocab_size} must lie in 1..{vocab_size} (the target's), "
+                        f"--held-out {args.held_out} in [0, 1), --workers {args.workers} above 0.")
+    log("config " + json.dumps({**vars(args), "target_vocab_size": vocab_size, "inputs": inputs}, default=str))
     log(f"versions python {sys.version.split()[0]}, numpy {np.__version__} | input {args.data_dir}: {responses['counts']}")
     kept = read_map(args.reuse, args.draft_vocab_size, vocab_size, inputs["tokenizer"]) if args.reuse else None
-    fixed = {key: value for key, value in config.items() if key not in ("data_dir", "tokenizer", "output_dir", "workers", "config", "trust_remote_code")}
+    may_change = {"data_dir", "tokenizer", "output_dir", "workers", "config", "trust_remote_code"}  # the hashes in `inputs` stand for them
+    fixed = {key: value for key, value in vars(args).items() if key not in may_change} | {
+        "target_vocab_size": vocab_size, "inputs": inputs, "reuse": sha256_file(args.reuse / "manifest.json") if args.reuse else None}
     lock = open_stage(args.output_dir, fixed, set())
     if (args.output_dir / "manifest.json").exists():
         log(f"complete already: {read_manifest(args.output_dir, STAGE)['counts']}")
@@ -350,7 +353,8 @@ def main(argv: list[str]) -> None:
             if digest != responses["files"][name]:
                 raise UserError(f"{args.data_dir / name}: changed since 01_generate.py finished (sha256 differs). Copy the folder again.")
             counts, n_rows = counts + part, n_rows + rows
-            log(f"file {number}/{len(files)} | {n_rows:,} rows | {int(counts.sum()):,} tokens | {counts.sum() / (time.monotonic() - began):,.0f} tok/s")
+            log(f"file {number}/{len(files)} | {n_rows:,} rows | {int(counts.sum()):,} tokens | "
+                f"{counts.sum() / (time.monotonic() - began):,.0f} tok/s")
     every = counts.sum(0)  # (Vt,)
     if not every.any():
         raise UserError(f"{args.data_dir}: holds no tokens to count. Generate answers first.")
@@ -358,21 +362,22 @@ def main(argv: list[str]) -> None:
     # 2. choose, and say what the choice covers
     special = special_ids(args.tokenizer, args.trust_remote_code, args.special_tokens)
     if max(special.values(), default=0) >= vocab_size or len(special) > args.draft_vocab_size:
-        raise UserError(f"{len(special)} special tokens up to id {max(special.values())} do not fit a draft vocabulary of {args.draft_vocab_size} "
-                        f"over {vocab_size} target tokens.")
+        raise UserError(f"{len(special)} special tokens up to id {max(special.values())} do not fit a draft vocabulary of "
+                        f"{args.draft_vocab_size} over {vocab_size} target tokens.")
     forced, seen = sorted(special.values()), int(np.count_nonzero(every))
     if kept is None:
         kept = choose(every, forced, args.draft_vocab_size)
     elif missing := [name for name, token_id in special.items() if token_id not in kept]:
         raise UserError(f"{args.reuse}: lacks the special tokens {missing}. Leave out --reuse, or drop them from --special-tokens.")
     coverage = covered(every, kept)
-    sizes = sorted({n for n in TABLE if len(forced) <= n < vocab_size and (n >= 4096 or vocab_size < 8192)} | {args.draft_vocab_size, vocab_size})
-    table = [{"size": n, "coverage": covered(every, choose(every, forced, n)), "held_out": covered(counts[1], choose(counts[0], forced, n))} for n in sizes]
+    sizes = {n for n in TABLE if len(forced) <= n < vocab_size and (n >= 4096 or vocab_size < 8192)} | {args.draft_vocab_size, vocab_size}
+    table = [{"size": n, "coverage": covered(every, choose(every, forced, n)), "held_out": covered(counts[1], choose(counts[0], forced, n))}
+             for n in sorted(sizes)]
     for row in table:
         log(f"draft vocabulary {row['size']:>7,} | covers {100 * row['coverage']:.3f} % | held-out {100 * row['held_out']:.3f} %"
             + (" | <- chosen" if row["size"] == args.draft_vocab_size else ""))
-    log(f"{'reused map' if args.reuse else 'map'} covers {100 * coverage:.3f} % of {int(every.sum()):,} tokens; {seen:,} of {vocab_size:,} ids seen"
-        + (f", {args.draft_vocab_size - seen:,} filled up unseen" if seen < args.draft_vocab_size else ""))
+    log(f"{'reused map' if args.reuse else 'map'} covers {100 * coverage:.3f} % of {int(every.sum()):,} tokens; "
+        f"{seen:,} of {vocab_size:,} ids seen, {int(np.count_nonzero(every[kept] == 0)):,} of the map's unseen")
 
     # 3. write
     d2t, t2d = arrays(kept, vocab_size)
@@ -383,13 +388,15 @@ def main(argv: list[str]) -> None:
         write_atomic(args.output_dir / f"{name}.npy", buffer.getvalue())
     result = {"schema": SCHEMA, "draft_vocab_size": args.draft_vocab_size, "target_vocab_size": vocab_size, "counted": args.count,
               "tokens": int(every.sum()), "held_out_tokens": int(counts[1].sum()), "distinct_tokens": seen, "special_tokens": special,
-              "coverage": coverage, "held_out_coverage": covered(counts[1], kept if args.reuse else choose(counts[0], forced, args.draft_vocab_size)),
+              "coverage": coverage,
+              "held_out_coverage": covered(counts[1], kept if args.reuse else choose(counts[0], forced, args.draft_vocab_size)),
               "reused": bool(args.reuse), "table": table}
     write_atomic(args.output_dir / "vocab_mapping.json", json.dumps(result, indent=1) + "\n")
     plot(args.output_dir / "coverage.png", table, args.draft_vocab_size, coverage)
     hashes = {name: sha256_file(args.output_dir / name) for name in ("d2t.npy", "t2d.npy", "vocab_mapping.json")}
     manifest = {"schema": SCHEMA, "stage": STAGE, "config": json.loads(json.dumps(fixed, default=str)), "inputs": inputs,
-                "counts": {"kept": n_rows, "dropped": {}}, "versions": {"python": sys.version.split()[0], "numpy": np.__version__}, "files": hashes}
+                "counts": {"kept": n_rows, "dropped": {}}, "files": hashes,
+                "versions": {"python": sys.version.split()[0], "numpy": np.__version__}}
     write_atomic(args.output_dir / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     lock.close()
     log(f"done: {args.output_dir}")

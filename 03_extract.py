@@ -748,7 +748,7 @@ def check_data(path: Path, begin: int, header: dict, ids: list[int], prompt_len:
 def check_meaning(path: Path, begin: int, header: dict, ids: list[int], row: dict, head: Head, positions: int) -> dict:
     """What the last states say: share of response tokens they choose, whether the engine's next token too, their size.
 
-    norm: root mean square of (state / norm weight), 1 after the final norm by its definition.
+    norm: root mean square of (state / norm weight), 1 at every position after the final norm by its definition.
     """
     import torch
 
@@ -768,7 +768,8 @@ def check_meaning(path: Path, begin: int, header: dict, ids: list[int], row: dic
     if width != len(head.norm):
         raise UserError(f"--verifier-path: its hidden size is {len(head.norm)}, the files have {width}. Name the target they came from.")
     token = head.greedy(states)
-    norm = (states.float() / head.norm).square().mean(-1).sqrt().median().item()
+    norms = (states.float() / head.norm).square().mean(-1).sqrt()
+    norm = norms[(norms - 1).abs().argmax()].item()  # the row farthest off: sizes before the norm differ from row to row
     right = int((token[:-1] == torch.tensor(ids)[predicting + 1]).sum())
     return {"checked": len(predicting), "right": right, "next_right": bool(token[-1] == row["next_token"]), "norm": norm}
 
@@ -916,6 +917,12 @@ def main(argv: list[str]) -> None:
         samples, dropped = read_samples(parts, args.max_length, args.limit)
         if not samples:
             raise UserError(f"{args.data_dir}: no sample to extract (dropped: {dict(dropped)}).")
+        if complete:  # nothing is extracted on the way: what is damaged is reported
+            with open(folder / "index.jsonl") as file:
+                kept = {json.loads(line)["id"] for line in file}
+            verify(args, [sample for sample in samples if sample.id in kept], parts, journal, folder)
+            log(f"done: {folder}")
+            return
         clean_incoming(incoming, folder)
         run = extract_all(args, samples, parts, journal, folder, incoming)
         clean_incoming(incoming, folder)

@@ -720,14 +720,16 @@ def prediction_check(prediction: dict | None, records: list[dict], seed: int) ->
     served = acceptance(same or counted)
     if not predicted or not served:
         return None
-    values = np.array([[r["spec"]["correct_drafts"] - beyond_answer(r), r["spec"]["verify_steps"]] for r in same or counted], float)
+    # served and predicted counts of one sample stay together in a resample: what the samples differ by is no gap
+    values = np.array([[r["spec"]["correct_drafts"] - beyond_answer(r), r["spec"]["verify_steps"], *(known[r["id"]] if same else (1, 0))]
+                       for r in same or counted], float)  # correct and verify served; verify and correct predicted
     if same:
         verify, correct = (sum(known[record["id"]][i] for record in same) for i in (0, 1))
         predicted = 1 + correct / max(1, verify)
     value = served["accept_length_in_answer"]
     return {"predicted": predicted, "served": value, "ratio": value / predicted, "answers": len(values), "of_validation": bool(same),
-            "interval": resampled(values, lambda s: 1 + s[0] / s[1], seed),
-            "equal_answers": sum([int(verify), int(correct)] == known[r["id"]] for r, (correct, verify) in zip(same, values)),
+            "interval": resampled(values, lambda s: (1 + s[0] / s[1]) / (1 + s[3] / s[2] if same else predicted), seed),  # of the ratio
+            "equal_answers": sum(list(row[:2]) == list(row[:1:-1]) for row in values) if same else 0,
             "predicted_by_position": prediction.get("accept_by_position"), "served_by_position": served["accept_by_position"]}
 
 
@@ -1106,14 +1108,14 @@ class Facts:
 
 
 def served_layers(facts: Facts) -> list[int]:
-    """The layers whose input this server hands to the draft, as SGLang reads eagle_config: up to 0.5.12 one is added to each id,
-    from 0.5.13 only when the first is 1; without ids the defaults."""
+    """The layers whose input this server hands to the draft, as SGLang reads eagle_config: up to 0.5.12 one is added to each id, later
+    only when the first is 1; without ids the defaults."""
     ids = (facts.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         layers = facts.target_config["num_hidden_layers"]
         return [2, layers // 2, layers - 3]
     release = tuple(map(int, re.findall(r"\d+", facts.server["version"])[:3]))
-    return [i + 1 for i in ids] if release < (0, 5, 13) or ids[0] == 1 else list(ids)
+    return sorted(i + 1 for i in ids) if release < (0, 5, 13) or ids[0] == 1 else sorted(ids)  # the model meets them in its own order
 
 
 def check_capture_layers(facts: Facts):
@@ -1284,8 +1286,8 @@ def diagnose(facts: Facts, accept: dict | None, check: dict | None) -> dict:
                          "remedy": "If training's own cond_acc was good, compare one drafted token by hand."})
     gap, summary = None, "No comparison with training: it needs eagle3.json's prediction and answers with speculative counts."
     if check:
-        low, high = check["interval"] or (check["served"],) * 2
-        gap = not 0.97 <= check["ratio"] <= 1.03 and not low <= check["predicted"] <= high
+        low, high = check["interval"] or (check["ratio"],) * 2
+        gap = not 0.97 <= check["ratio"] <= 1.03 and not low <= 1 <= high
         whose = "its validation samples" if check["of_validation"] else "other prompts"
         summary = (f"Training predicted an accept_length of {check['predicted']:.3f}, serving gives {check['served']:.3f} on "
                    f"{check['answers']} answers to {whose}: {'a gap' if gap else 'no gap'}.")
@@ -1428,12 +1430,13 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
 
     # 2. measure, unit by unit
     sampling = {"max_new_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "ignore_eos": args.fixed_length}
+    met = None  # the variant whose server has been looked at
     for variant, flags, level, repeat in planned:
         if (variant, level, repeat) in finished:
             continue
-        first_contact = endpoints.variant != variant
         url = endpoints.use(variant, flags)
-        if first_contact:
+        if variant != met:
+            met = variant
             info = contact(url, variant, headers, args.draft_path, provenance)
             for name, known in servers.items():
                 if Path(known["model_path"]).name != Path(info["model_path"]).name:

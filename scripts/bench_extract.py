@@ -76,6 +76,8 @@ def write_inputs(folder: Path, args, size: dict) -> tuple[Path, Path, list[list[
     width = size["config"]["qk_rope_head_dim"] + size["config"]["qk_nope_head_dim"]
     (target / "config.json").write_text(json.dumps({**COMMON, **size["config"], "num_hidden_layers": args.layers, "qk_head_dim": width,
                                                     "head_dim": size["config"]["qk_rope_head_dim"], "first_k_dense_replace": args.layers}))
+    header = json.dumps({"unused": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()  # scripts/cpu_engine wants a file
+    (target / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     chance = random.Random(args.seed)
     samples = [[chance.randrange(10, size["config"]["vocab_size"] - 1) for _ in range(length)]
                for length in lengths(args.samples, args.mean, args.cut, args.seed)]

@@ -11,6 +11,8 @@ import asyncio
 import json
 import os
 import re
+import runpy
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,8 +29,9 @@ TINY = ROOT / "scripts/tiny_kimi"
 def stub(port: int, n_words: int) -> None:
     """Answers POST with one fixed chat completion, GET /stats with [requests, seconds between first and last]."""
     text = "the value of the object is returned as it was given to the call " * (n_words // 13 + 1)
-    body = json.dumps({"id": "gen", "model": "m", "choices": [{"index": 0, "finish_reason": "stop", "message": {
-        "role": "assistant", "content": text, "reasoning_content": text[:200]}}], "usage": {"prompt_tokens": 20, "completion_tokens": n_words}}).encode()
+    message = {"role": "assistant", "content": text, "reasoning_content": text[:200]}
+    body = json.dumps({"id": "gen", "model": "m", "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+                       "usage": {"prompt_tokens": 20, "completion_tokens": n_words}}).encode()
     seen = [0, 0.0, 0.0]
 
     async def serve(reader, writer):
@@ -61,38 +64,41 @@ def cpu_and_rss(pid: int) -> tuple[float, float]:
 
 def bench_stub(args) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "p.jsonl"
-        file.write_text("".join(json.dumps({"id": f"p{i}", "prompt": f"Question {i}: what does the function return, and when?"}) + "\n" for i in range(args.rows)))
+        file, url = Path(folder) / "p.jsonl", f"http://127.0.0.1:{args.port}"
+        with open(file, "w") as out:
+            for i in range(args.rows):
+                out.write(json.dumps({"id": f"p{i}", "prompt": f"Question {i}: what does the function return, and when?"}) + "\n")
         cores = sorted(os.sched_getaffinity(0))
-        server = subprocess.Popen([sys.executable, __file__, "serve", str(args.port), str(args.words)], preexec_fn=lambda: os.sched_setaffinity(0, cores[-1:]))
-        client = subprocess.Popen([sys.executable, "-u", str(ROOT / "01_generate.py"), "--prompts", file, "--base-url", f"http://127.0.0.1:{args.port}/v1",
-                                   "--api", "openai", "--model", "m", "--tokenizer", TINY, "--output-dir", f"{folder}/out", "--concurrency", str(args.concurrency),
-                                   "--on-mismatch", "keep", "--log-interval", "30"], stdout=subprocess.PIPE, text=True,
-                                  env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}, preexec_fn=lambda: os.sched_setaffinity(0, cores[:1]))
+        server = subprocess.Popen([sys.executable, __file__, "serve", str(args.port), str(args.words)],
+                                  preexec_fn=lambda: os.sched_setaffinity(0, cores[-1:]))
+        argv = ["--prompts", file, "--base-url", f"{url}/v1", "--api", "openai", "--model", "m", "--tokenizer", TINY, "--output-dir",
+                f"{folder}/out", "--concurrency", args.concurrency, "--on-mismatch", "keep", "--log-interval", 60]
+        client = subprocess.Popen([sys.executable, "-u", ROOT / "01_generate.py", *map(str, argv)],
+                                  env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                                  preexec_fn=lambda: os.sched_setaffinity(0, cores[:1]))
         try:
-            marks, begin, last = {}, None, (0.0, 0.0)
+            begin, marks, last = None, {}, 0.0  # marks: share of the rows -> (CPU seconds, MiB)
             while client.poll() is None:
                 time.sleep(0.1)
                 try:
-                    n, seconds = json.load(urllib.request.urlopen(f"http://127.0.0.1:{args.port}/stats"))
+                    n, seconds = json.load(urllib.request.urlopen(f"{url}/stats"))
                     now = cpu_and_rss(client.pid)
                 except (OSError, StopIteration):
                     continue
                 if n and begin is None:
                     begin, first_n = now[0], n
                 for share in (0.1, 0.25, 0.5, 0.75, 1.0):
-                    if n >= share * args.rows and share not in marks:
-                        marks[share] = (now[1], now[0])
-                last = max(last, (now[1], 0.0))
-            print(client.stdout.read()[-600:])
+                    if n >= share * args.rows:
+                        marks.setdefault(share, now)
+                last = max(last, now[1])
             assert client.returncode == 0
         finally:
             server.kill()
-        cpu = marks[1.0][1] - begin
+        per_cpu = (args.rows - first_n) / (marks[1.0][0] - begin)
         print(f"{args.rows:,} answers of {args.words} words at concurrency {args.concurrency}: {n / seconds:.0f} answers/s, "
-              f"{(args.rows - first_n) / cpu:.0f} a CPU second of the client")
-        print("resident MiB of the client at 10, 25, 50, 75, 100 % of the rows: " + ", ".join(f"{marks[share][0]:.0f}" for share in sorted(marks))
-              + f"; while sorting and reporting at most {last[0]:.0f}")
+              f"{per_cpu:.0f} a CPU second of the client")
+        print("resident MiB of the client at 10, 25, 50, 75, 100 % of the rows: "
+              + ", ".join(f"{rss:.0f}" for _, rss in marks.values()) + f"; most of all, sorting and report included: {last:.0f}")
 
 
 async def bare(url: str, requests: list[dict], concurrency: int) -> tuple[int, float]:
@@ -109,25 +115,31 @@ async def bare(url: str, requests: list[dict], concurrency: int) -> tuple[int, f
 
 
 def bench_engine(args) -> None:
+    speeds = {"01": [], "bare": []}
+    safe_id = runpy.run_path(str(ROOT / "01_generate.py"))["safe_id"]
+    names = [safe_id(json.loads(line)["id"]) for line in open(args.prompts)][:args.limit]
     with tempfile.TemporaryDirectory() as folder:
-        speeds = {"01": [], "bare": []}
-        for turn in range(args.repeats + 1):  # the first round warms the server up and gives the exact requests
+        for turn in range(args.repeats + 1):  # the first round warms the server up and is not counted
             out = Path(folder) / str(turn)
-            done = subprocess.run([sys.executable, "-u", str(ROOT / "01_generate.py"), "--prompts", args.prompts, "--limit", str(args.limit), "--base-url", args.base_url,
-                                   "--tokenizer", args.tokenizer, "--output-dir", out, "--concurrency", str(args.concurrency), "--max-tokens", str(args.max_tokens),
-                                   "--temperature", "0", "--log-interval", "600"], stdout=subprocess.PIPE, text=True, check=True)
+            argv = ["--prompts", args.prompts, "--limit", args.limit, "--base-url", args.base_url, "--tokenizer", args.tokenizer,
+                    "--output-dir", out, "--concurrency", args.concurrency, "--max-tokens", args.max_tokens,
+                    "--temperature", 0, "--log-interval", 600]
+            done = subprocess.run([sys.executable, "-u", ROOT / "01_generate.py", *map(str, argv)], stdout=subprocess.PIPE, text=True,
+                                  check=True)
+            line = [line for line in done.stdout.splitlines() if " answers/s " in line][-1]
+            rows = {row["id"]: row for part in sorted(out.glob("part-*.jsonl")) for row in map(json.loads, part.open())}
+            rows = [rows[f"{name}-t0"] for name in names]  # the bare generator asks in the same order
+            requests = [{"input_ids": row["prompt_ids"], "sampling_params": {
+                "max_new_tokens": args.max_tokens, "temperature": 0,
+                "stop_token_ids": row["response_ids"][-1:] if row["finish_reason"] == "stop" else []}} for row in rows]
+            tokens, seconds = asyncio.run(bare(args.base_url, requests, args.concurrency))
             if turn:
-                line = [line for line in done.stdout.splitlines() if " answers/s " in line][-1]
                 speeds["01"].append(float(re.search(r"([\d,]+) tok/s", line)[1].replace(",", "")))
-            rows = [json.loads(line) for part in sorted(out.glob("part-*.jsonl")) for line in part.open()]
-            requests = [{"input_ids": row["prompt_ids"], "sampling_params": {"max_new_tokens": args.max_tokens, "temperature": 0,
-                                                                               "stop_token_ids": row["response_ids"][-1:] if row["finish_reason"] == "stop" else []}} for row in rows]
-            if turn:
-                tokens, seconds = asyncio.run(bare(args.base_url, requests, args.concurrency))
                 speeds["bare"].append(tokens / seconds)
                 print(f"round {turn}: 01 {speeds['01'][-1]:.0f} tok/s, bare {speeds['bare'][-1]:.0f} tok/s", flush=True)
-        medians = {name: sorted(values)[len(values) // 2] for name, values in speeds.items()}
-        print(f"concurrency {args.concurrency}, {len(rows)} prompts: 01 {medians['01']:.0f} tok/s, bare {medians['bare']:.0f} tok/s, {100 * medians['01'] / medians['bare']:.1f} %")
+    ours, bare_speed = (statistics.median(values) for values in speeds.values())
+    print(f"concurrency {args.concurrency}, {len(rows)} prompts, median of {args.repeats}: 01 {ours:.0f} tok/s, "
+          f"bare {bare_speed:.0f} tok/s, {100 * ours / bare_speed:.1f} %")
 
 
 def main() -> None:

@@ -25,7 +25,8 @@ VOCAB, ROWS_PER_PART = 163840, 10_000
 def write_rows(folder: Path, tokens: int) -> tuple[dict, int]:
     """({part: sha256}, rows): `tokens` answer tokens in rows of 01's form."""
     generator, files, n_rows, left = np.random.default_rng(0), {}, 0, tokens
-    text, id_of_rank = "The value of the object is returned as it was given. " * 400, generator.permutation(VOCAB)  # frequent ids have 5 digits, too
+    id_of_rank = generator.permutation(VOCAB)  # frequent ids have as many digits as rare ones
+    text = "The value of the object is returned as it was given. " * 400
     while left > 0:
         name = f"part-{len(files):05d}.jsonl"
         with open(folder / name, "wb") as file:
@@ -33,13 +34,12 @@ def write_rows(folder: Path, tokens: int) -> tuple[dict, int]:
                 length = int(min(4096, max(32, generator.lognormal(np.log(1730) - 0.32, 0.8))))
                 n_prompt = length // 3
                 n_answer = min(length - n_prompt, left)
-                ids = id_of_rank[np.minimum(generator.zipf(1.2, n_prompt + n_answer), VOCAB) - 1]
-                numbers = ",".join(map(str, ids.tolist()))
-                cut = len(",".join(map(str, ids[:n_prompt].tolist())))
-                head = json.dumps({"id": f"row-{n_rows}-t0", "source": "bench", "messages": [{"role": "user", "content": text[:4 * n_prompt]}], "reasoning": None,
-                                   "content": text[:4 * n_answer], "tool_calls": [], "finish_reason": "stop", "model": "m", "provider": "sglang",
-                                   "usage": {"prompt_tokens": n_prompt, "completion_tokens": n_answer}}, separators=(",", ":"))[:-1]
-                file.write(f'{head},"prompt_ids":[{numbers[:cut]}],"response_ids":[{numbers[cut:].lstrip(",")}],"ids_source":"server","flags":[]}}\n'.encode())
+                ids = id_of_rank[np.minimum(generator.zipf(1.2, n_prompt + n_answer), VOCAB) - 1].tolist()
+                row = {"id": f"row-{n_rows}-t0", "source": "bench", "messages": [{"role": "user", "content": text[:4 * n_prompt]}],
+                       "reasoning": None, "content": text[:4 * n_answer], "tool_calls": [], "finish_reason": "stop", "model": "m",
+                       "provider": "sglang", "usage": {"prompt_tokens": n_prompt, "completion_tokens": n_answer},
+                       "prompt_ids": ids[:n_prompt], "response_ids": ids[n_prompt:], "ids_source": "server", "flags": []}
+                file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
                 n_rows, left = n_rows + 1, left - n_answer
                 if left <= 0:
                     break
@@ -72,13 +72,15 @@ def main() -> None:
         data.mkdir()
         files, n_rows = write_rows(data, args.tokens)
         tokenizer = runpy.run_path(str(ROOT / "02_build_vocab.py"))["tokenizer_hash"](TINY)
-        (data / "manifest.json").write_text(json.dumps({"schema": 1, "stage": "01_generate", "inputs": {"tokenizer": tokenizer},
-                                                        "counts": {"kept": n_rows, "dropped": {}}, "files": files}))
+        manifest = {"schema": 1, "stage": "01_generate", "inputs": {"tokenizer": tokenizer}, "counts": {"kept": n_rows, "dropped": {}},
+                    "files": files}
+        (data / "manifest.json").write_text(json.dumps(manifest))
         size = sum(path.stat().st_size for path in data.iterdir())
         print(f"{n_rows:,} rows, {args.tokens:,} answer tokens, {size / 1e9:.2f} GB written", flush=True)
         begin, peak = time.monotonic(), 0.0
-        process = subprocess.Popen([sys.executable, "-u", str(ROOT / "02_build_vocab.py"), "--data-dir", data, "--tokenizer", TINY, "--output-dir", f"{folder}/vocab",
-                                    "--draft-vocab-size", "32000", "--target-vocab-size", str(VOCAB), "--workers", str(args.workers)])
+        process = subprocess.Popen([sys.executable, "-u", ROOT / "02_build_vocab.py", "--data-dir", data, "--tokenizer", TINY,
+                                    "--output-dir", f"{folder}/vocab", "--draft-vocab-size", "32000", "--target-vocab-size", str(VOCAB),
+                                    "--workers", str(args.workers)])
         while process.poll() is None:
             peak = max(peak, memory_of(process.pid))
             time.sleep(0.2)

@@ -3,15 +3,16 @@
 A KimiK25ForConditionalGeneration wrapper around a DeepSeek-V3 text model (MLA, sigmoid + noaux_tc routing over 8 experts, YaRN) of 8 layers
 and 5.7M parameters, and a byte-level BPE of 2,400 tokens followed by Kimi's special tokens in Kimi's order. It is trained on what every
 CPython ships, its reference topics and the docstrings and short functions of its standard library, cast as questions and answers, thinking
-and instant, with system messages, second turns and tool calls. 5 % of the subjects are held out. Answers on trained subjects are mostly
-right, on held-out ones only plausible: it is a thing to run pipelines on, not to ask.
+and instant, with system messages, second turns and tool calls. 5 % of the subjects are held out.
+Its answers are readable and keep their form; what they say about a name often belongs to another one. It is there to run pipelines on,
+not to be asked.
 
 Writes into --output-dir: config.json, generation_config.json, model.safetensors (bf16), tokenizer.json, tokenizer_config.json,
-chat_template.jinja, the processor SGLang wants, prompts.jsonl (2,300 prompts) and card.json (held-out loss, sizes, versions, hardware).
+chat_template.jinja, the processor SGLang wants and card.json (held-out loss, sizes, versions, hardware); into --prompts: 2,300 prompts.
 
     python scripts/make_tiny_kimi.py --steps 0                       # random weights, half a minute on a CPU
     python3 scripts/make_tiny_kimi.py --facts facts.json --write-facts   # read the standard library once, here ...
-    python3 scripts/make_tiny_kimi.py --facts facts.json --minutes 4.5   # ... and train on a GPU elsewhere: the same corpus whatever its Python
+    python3 scripts/make_tiny_kimi.py --facts facts.json --minutes 4.5   # ... train on a GPU elsewhere
 
 Needs torch, transformers >= 5 and tokenizers. The same --facts give the same tokenizer, prompts and samples on any machine.
 """
@@ -38,6 +39,9 @@ import torch.nn.functional as F
 
 # B rows, T tokens of a row, H hidden, E experts, I intermediate of an expert, V vocabulary
 N_BPE, N_SPECIAL = 2400, 32
+# Trained with a latent of 64, saved with 32 zeros more: the triton decode kernel of SGLang 0.5.15 takes MLA's keys as values and so
+# needs next_power_of_2(kv_lora_rank + qk_rope_head_dim) == next_power_of_2(kv_lora_rank). The zeros change nothing (see pad_latent).
+TRAINED_KV_LORA_RANK, KV_LORA_RANK = 64, 96
 # Kimi-K2.5's ids minus 163584. [UNK] and [PAD] close Kimi's block of 256, and ours of 32; the ids between are reserved tokens, as there.
 SPECIAL_AT = {
     "[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4, "<|start_header_id|>": 6, "<|end_header_id|>": 7,
@@ -116,10 +120,10 @@ class KimiK25Processor(ProcessorMixin):
 
 
 # ---- the architecture ----
-def text_config():
+def text_config(kv_lora_rank=KV_LORA_RANK):
     return dict(
         architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", vocab_size=N_BPE + N_SPECIAL, hidden_size=256,
-        num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=64, qk_rope_head_dim=32,
+        num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=32,
         qk_nope_head_dim=32, v_head_dim=32, intermediate_size=512, first_k_dense_replace=1, moe_layer_freq=1, n_routed_experts=8,
         num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=64, scoring_func="sigmoid", topk_method="noaux_tc", n_group=1,
         topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.827, rms_norm_eps=1e-5, rope_theta=50000.0,
@@ -173,12 +177,13 @@ def dense_experts(self, x, index, weights):
 def build_model(device, dropout):
     """DeepseekV3ForCausalLM in float32 with SGLang's norms and, for training, dense experts and dropout on what enters the residual."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-    model = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**text_config()), attn_implementation="sdpa", dtype=torch.float32).to(device)
+    model = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**text_config(TRAINED_KV_LORA_RANK)), attn_implementation="sdpa", dtype=torch.float32)
+    model.to(device)
     use_serving_norms(model)
     for layer in model.model.layers:
         for part in (layer.self_attn, layer.mlp):
-            part.register_forward_hook(lambda module, _, out: (F.dropout(out[0], dropout, module.training), *out[1:]) if isinstance(out, tuple)
-                                       else F.dropout(out, dropout, module.training))
+            part.register_forward_hook(lambda module, _, out: F.dropout(out, dropout, module.training) if torch.is_tensor(out)
+                                       else (F.dropout(out[0], dropout, module.training), *out[1:]))
         if hasattr(layer.mlp, "experts"):
             layer.mlp.experts.forward = types.MethodType(dense_experts, layer.mlp.experts)
             layer.mlp.experts.load = torch.zeros(layer.mlp.experts.num_experts, device=device)
@@ -207,7 +212,10 @@ def trim(text, limit):
         if kept and len(kept) + len(paragraph) > limit:
             break
         kept += ("\n\n" if kept else "") + paragraph
-    return kept if len(kept) <= limit else kept[:max(kept.rfind(". ", 0, limit), kept.rfind(".\n", 0, limit), kept.rfind("\n", 0, limit)) + 1].rstrip() or kept[:limit]
+    if len(kept) <= limit:
+        return kept
+    end = max(kept.rfind(mark, 0, limit) for mark in (". ", ".\n", "\n"))
+    return kept[:end + 1].rstrip() or kept[:limit]
 
 
 def first_sentence(text):
@@ -221,7 +229,8 @@ def parameters_of(arguments):
     plain = arguments.posonlyargs + arguments.args
     defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
     pairs = [*zip(plain, defaults), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
-    named = [[argument.arg, default and ast.unparse(default)] for argument, default in pairs if argument.arg not in ("self", "cls", "type", "module")]
+    named = [[argument.arg, default and ast.unparse(default)] for argument, default in pairs
+             if argument.arg not in ("self", "cls", "type", "module")]
     return named + [[stars + rest.arg, None] for stars, rest in (("*", arguments.vararg), ("**", arguments.kwarg)) if rest]
 
 
@@ -245,7 +254,8 @@ def python_facts(root):
             if isinstance(node, ast.ClassDef):
                 yield dict(kind="class", name=f"{module}.{node.name}", owner=module, doc=ast.get_docstring(node),
                            members=[item.name for item in methods], bases=[ast.unparse(base) for base in node.bases])
-            for item, owner, kind in [(node, module, "function")] * isinstance(node, functions) + [(m, f"{module}.{node.name}", "method") for m in methods]:
+            callables = [(node, module, "function")] * isinstance(node, functions)
+            for item, owner, kind in callables + [(method, f"{module}.{node.name}", "method") for method in methods]:
                 doc = ast.get_docstring(item)
                 if doc is not None:
                     item.body = item.body[1:] or [ast.Pass()]
@@ -347,16 +357,14 @@ def exchange(fact, what, rng):
         plan = rng.choice(["I will say what it is and then give its documentation", "First I say where it belongs, then what its documentation says",
                            "A short introduction and the documentation should do"])
         reasoning = f"{opening} {place} {plan}, which begins: \"{' '.join(doc.split()[:8])}\"."
-        call = f"\n\nIt is called like this:\n\n```python\n{signature}\n```" if signature and len(signature) <= 400 else ""
-        return question, reasoning, f"{place}\n\n{trim(doc, 700)}{call}"
+        return question, reasoning, f"{place}\n\n{trim(doc, 700)}"
     if what == "short" and len(doc) >= 20:
         return question, f"{opening} {place} One sentence is wanted, so the first one of its documentation will do.", first_sentence(doc)
     if what == "signature" and signature and len(signature) <= 400:
-        count = f"{len(parameters)} parameter{'s' * (len(parameters) != 1)}" if parameters else "no parameters"
-        names = f": {', '.join(p for p, _ in parameters)}" if parameters else ""
-        described = ": " + ", ".join(f"`{p}`" + (f" (default `{d}`)" if d else "") for p, d in parameters) if parameters else ""
-        reasoning = f"{opening} {place} It takes {count}{names}. I will show the signature and then say what it takes."
-        return question, reasoning, f"```python\n{signature}\n```\n\n{code} takes {count}{described}."
+        count = f"{len(parameters)} parameter{'s' * (len(parameters) != 1)}"
+        names, described = ", ".join(p for p, _ in parameters), ", ".join(f"`{p}`" + (f" (default `{d}`)" if d else "") for p, d in parameters)
+        reasoning = f"{opening} {place} It takes {count}: {names or 'none'}. I will show the signature and then list them."
+        return question, reasoning, f"```python\n{signature}\n```\n\n{code} takes {count}: {described or 'none'}."
     if what == "source" and fact.get("source"):
         lines = fact["source"].count("\n") + 1
         return question, f"{opening} {place} Its implementation has {lines} lines. I will print it as a code block.", f"```python\n{fact['source']}\n```"
@@ -425,12 +433,12 @@ def make_prompts(facts, seed):
     pool = sorted(facts, key=lambda fact: hashlib.sha256(f"{seed}:{fact['name']}".encode()).digest())
     for fact in [f for f in pool if held_out(f)] * 2 + [f for f in pool if not held_out(f)]:
         what, split = rng.choice(kinds), "h" if held_out(fact) else "t"
-        slug = re.sub(r"[^A-Za-z0-9._]+", "-", fact["name"])[-40:].strip("-")
+        slug = re.sub(r"[^A-Za-z0-9._]+", "-", fact["name"])[-48:].strip("-")
         turn = exchange(fact, what, rng)
         if turn is None or f"{split}-{what}-{slug}" in prompts or len(turn[0]) > 200:
             continue
         messages = [{"role": "user", "content": turn[0]}]
-        if rng.random() < 0.04:
+        if rng.random() < 0.06:
             messages.insert(0, {"role": "system", "content": rng.choice(SYSTEMS)})
         if rng.random() < 0.06 and (second := exchange(fact, "short", rng)):
             messages += [{"role": "assistant", "content": second[2]}, {"role": "user", "content": rng.choice(SECOND_QUESTIONS["more"])}]
@@ -445,7 +453,10 @@ def make_prompts(facts, seed):
 # ---- tokens ----
 def train_tokenizer(facts):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    texts = [text for fact in facts if not held_out(fact) for text in [*fact.get("chunks", [fact["doc"] or ""]), fact.get("source") or "", *(exchange(fact, "what", random.Random(0)) or [])[:2]]]
+    texts = []
+    for fact in facts:
+        if not held_out(fact):
+            texts += [*fact.get("chunks", [fact["doc"] or ""]), fact.get("source") or "", *(exchange(fact, "what", random.Random(0)) or [])[:2]]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=N_BPE, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -522,8 +533,9 @@ def train(model, data, validation, args, device):
     """AdamW, cosine over --steps or --minutes of wall clock; the router's bias follows the load (noaux_tc). Ends with the weights that
     did best on the held-out subjects, which are the last ones unless the model has begun to learn by heart."""
     decay = [p for p in model.parameters() if p.dim() >= 2]
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}],
-                                  lr=args.lr, betas=(0.9, 0.95), fused=True)
+    scales = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}], lr=args.lr,
+                                  betas=(0.9, 0.95), fused=True)
     order, generator = [], torch.Generator().manual_seed(args.seed)
     began, step, done, seen, next_check, best = time.monotonic(), 0, 0.0, 0, 0.1, (math.inf, None)
     while True:
@@ -573,7 +585,7 @@ def dump(path, value):
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def write_static_files(folder, tokenizer, prompts):
+def write_static_files(folder, tokenizer):
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     dump(folder / "tokenizer_config.json", dict(
         tokenizer_class="PreTrainedTokenizerFast", bos_token="[BOS]", eos_token="<|im_end|>", unk_token="[UNK]", pad_token="[PAD]",
@@ -584,7 +596,22 @@ def write_static_files(folder, tokenizer, prompts):
         dump(folder / name, {"auto_map": {"AutoProcessor": "kimi_k25_processor.KimiK25Processor"}, "processor_class": "KimiK25Processor"})
     dump(folder / "config.json", wrapper_config())
     dump(folder / "generation_config.json", dict(eos_token_id=ID["<|im_end|>"], pad_token_id=ID["[PAD]"], max_length=MAX_POSITIONS))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in prompts))
+
+
+def pad_latent(name, tensor):
+    """One MLA tensor of rank TRAINED_KV_LORA_RANK as one of KV_LORA_RANK that computes the same.
+
+    The latent gets zero rows, kv_b_proj zero columns. RMSNorm divides by the root of the mean over the latent, so zeros make its
+    output sqrt(96/64) larger: the norm's weight takes that back. (Its epsilon then counts 1.5 times: 1.5e-5 beside a mean square near 1.)
+    """
+    old, more = TRAINED_KV_LORA_RANK, KV_LORA_RANK - TRAINED_KV_LORA_RANK
+    if name.endswith("kv_a_proj_with_mqa.weight"):  # rows: latent, then the rope part
+        return torch.cat([tensor[:old], tensor.new_zeros(more, tensor.shape[1]), tensor[old:]])
+    if name.endswith("kv_a_layernorm.weight"):
+        return torch.cat([tensor * (old / KV_LORA_RANK) ** 0.5, tensor.new_zeros(more)])
+    if name.endswith("kv_b_proj.weight"):
+        return F.pad(tensor, (0, more))
+    return tensor
 
 
 def write_weights(model, folder):
@@ -594,10 +621,12 @@ def write_weights(model, folder):
     with tempfile.TemporaryDirectory() as temporary:
         for name, tensor in model.state_dict().items():
             if "e_score_correction_bias" not in name:  # float32 in Kimi's checkpoint too
-                tensor.copy_(tensor.to(torch.bfloat16))  # the model now computes with what is saved
+                # The model now computes with what is saved: the norm's weight is rounded after pad_latent scaled it
+                scale = (TRAINED_KV_LORA_RANK / KV_LORA_RANK) ** 0.5 if "kv_a_layernorm" in name else 1.0
+                tensor.copy_((tensor * scale).to(torch.bfloat16).float() / scale)
         model.save_pretrained(temporary)
         text = load_file(f"{temporary}/model.safetensors")
-        text = {name: tensor if "e_score_correction_bias" in name else tensor.to(torch.bfloat16) for name, tensor in text.items()}
+        text = {name: tensor if "e_score_correction_bias" in name else pad_latent(name, tensor).to(torch.bfloat16) for name, tensor in text.items()}
         save_file(text, f"{temporary}/model.safetensors", metadata={"format": "pt"})
         dump(Path(temporary) / "config.json", text_config())
         stock = DeepseekV3ForCausalLM.from_pretrained(temporary, dtype=torch.float32, attn_implementation="sdpa").to(model.device).eval()
@@ -608,14 +637,17 @@ def write_weights(model, folder):
     if not difference < 1e-3:
         raise SystemExit(f"make_tiny_kimi: the exported weights give other logits than the trained model (by {difference}).")
     tensors = {f"language_model.{name}": tensor for name, tensor in text.items()} | vision_tensors(wrapper_config()["vision_config"])
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
     return stock, difference
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "tiny_kimi")
+    parser.add_argument("--output-dir", type=Path, default=Path(__file__).resolve().parent / "tiny_kimi")
+    parser.add_argument("--prompts", type=Path, default=Path(__file__).resolve().parent.parent / "configs/quickstart_prompts.jsonl",
+                        help="where the quickstart's prompts go")
     parser.add_argument("--facts", type=Path, help="corpus facts, from a run with --write-facts (default: read this Python's library)")
     parser.add_argument("--write-facts", action="store_true", help="write --facts and stop")
     parser.add_argument("--minutes", type=float, default=4.5, help="training time by the wall clock")
@@ -642,7 +674,8 @@ def main():
     # 2. tokenizer and everything that needs no training
     args.output_dir.mkdir(parents=True, exist_ok=True)
     prompts = make_prompts(facts, args.seed)
-    write_static_files(args.output_dir, train_tokenizer(facts), prompts)
+    write_static_files(args.output_dir, train_tokenizer(facts))
+    args.prompts.write_text("".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in prompts))
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(args.output_dir)
 
@@ -653,19 +686,21 @@ def main():
         samples = encode_samples(tokenizer, talks, args.row_length)
         rng.shuffle(samples)
         splits[name] = samples
-        log(f"{name}: {len(talks)} conversations, {len(samples)} answers, {sum(len(r) for _, r in samples):,} answer tokens of {sum(len(p) + len(r) for p, r in samples):,}")
+        sizes = sum(len(response) for _, response in samples), sum(len(prompt) + len(response) for prompt, response in samples)
+        log(f"{name}: {len(talks)} conversations, {len(samples)} answers, {sizes[0]:,} answer tokens of {sizes[1]:,}")
 
     # 4. training
     torch.manual_seed(args.seed)
     model = build_model(device, args.dropout).train()
     result, loss = dict(steps=0), None
     if args.steps != 0:
-        result = train(model, [column.to(device) for column in pack(splits["train"], args.row_length)], pack(splits["held_out"], args.row_length), args, device)
+        rows, validation = pack(splits["train"], args.row_length), pack(splits["held_out"], args.row_length)
+        result = train(model, [column.to(device) for column in rows], validation, args, device)
 
     # 5. export, then measure what was exported
     stock, difference = write_weights(model, args.output_dir)
     if args.steps != 0:
-        loss = held_out_loss(stock, pack(splits["held_out"], args.row_length), args.rows, device, False)
+        loss = held_out_loss(stock, validation, args.rows, device, False)
         for prompt, _ in splits["held_out"][:3]:
             output = stock.generate(torch.tensor([prompt], device=device), max_new_tokens=120, do_sample=False)
             log(f"sample: {tokenizer.decode(output[0])!r}")
@@ -673,16 +708,19 @@ def main():
     import transformers
     ids = collections.Counter(row["id"][0] for row in prompts)
     dump(args.output_dir / "card.json", dict(
-        model="tiny Kimi: Kimi-K2.5's architecture and turn format, trained by scripts/make_tiny_kimi.py; made for tests, its answers are not to be relied on",
+        model="tiny Kimi: Kimi-K2.5's architecture and turn format, trained by scripts/make_tiny_kimi.py; made for tests, "
+              "its answers are not to be relied on",
         parameters=sum(p.numel() for p in model.parameters()), held_out_loss_per_answer_token=loss and round(loss, 4),
         corpus=dict(python=collected["python"], facts=len(facts), facts_held_out=sum(map(held_out, facts)), **{
             name: dict(answers=len(samples), answer_tokens=sum(len(r) for _, r in samples), tokens=sum(len(p) + len(r) for p, r in samples))
             for name, samples in splits.items()}),
-        prompts=dict(trained_subjects=ids["t"], held_out_subjects=ids["h"], ids="t-... trained, h-... held out; the phrasing of a t- prompt need not have been trained on"),
+        prompts=dict(trained_subjects=ids["t"], held_out_subjects=ids["h"],
+                     ids="t-... trained, h-... held out; the phrasing of a t- prompt need not have been trained on"),
         training=dict(**result, seed=args.seed, lr=args.lr, dropout=args.dropout, rows=args.rows, row_length=args.row_length,
                       hardware=torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()),
         export_logit_difference=difference,
-        versions=dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__, tokenizers=tokenizers.__version__)))
+        versions=dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__,
+                      tokenizers=tokenizers.__version__)))
     size = sum(path.stat().st_size for path in args.output_dir.iterdir() if path.is_file())
     if size > MAX_BYTES:
         raise SystemExit(f"make_tiny_kimi: {args.output_dir} holds {size:,} bytes, more than {MAX_BYTES:,}.")

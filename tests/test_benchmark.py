@@ -377,6 +377,7 @@ def test_gap_between_prediction_and_serving():
     assert check["predicted"] == check["served"] == 2 and check["equal_answers"] == 10 and check["of_validation"]
     check = bench.prediction_check({"accept_length": 2.0, "samples": {name: [8, 12] for name in samples}}, records, 0)
     assert check["predicted"] == 2.5 and check["ratio"] == pytest.approx(0.8) and check["equal_answers"] == 0
+    assert check["interval"] == pytest.approx([0.8, 0.8])  # every sample falls short by the same
 
 
 # ---- whole runs on the real engine ----

@@ -127,8 +127,8 @@ def test_the_doctor_finds_nothing_on_the_healthy_drafter_and_the_planted_cause_o
     sick = tmp_path / "output" / "best"
     shutil.copytree(run / "output" / "best", sick)
     config = json.loads((sick / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = config.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]  # where SGLang does not look
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [5, 6, 7]  # it was trained on 2, 4, 6
     (sick / "config.json").write_text(json.dumps(config))
     shutil.copy(run / "output" / "val_ids.json", tmp_path / "output")
     found = doctor(run, sick, engine(draft=sick), tmp_path / "sick")
-    assert [finding["cause"] for finding in found["findings"]] == ["eagle_config misplaced"] and found["gap"] is True, found
+    assert [finding["cause"] for finding in found["findings"]] == ["capture layers"] and found["gap"] is True, found

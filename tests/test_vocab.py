@@ -2,14 +2,13 @@
 import hashlib
 import json
 import random
-import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from conftest import ROOT, TINY_KIMI, load_script, run_script
+from conftest import TINY_KIMI, load_script, run_script
 
 vocab = load_script("02_build_vocab")
 SIZE = json.loads((TINY_KIMI / "config.json").read_text())["text_config"]["vocab_size"]

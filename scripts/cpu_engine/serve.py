@@ -1,8 +1,8 @@
 """Serve a model with the real SGLang 0.5.23 on a machine without a GPU.
 
 SGLang runs unmodified. What a CPU without AMX lacks stands in here: `sgl_kernel` (beside this file, plain torch), triton and
-torchvision (import stubs; nothing of theirs is called). Meant for small models: tests, the quickstart. Seen on 2 cores: ready in
-13 s, 1.6 GB of memory. All of SGLang's flags are accepted; those in DEFAULTS are filled in unless given.
+torchvision (import stubs; nothing of theirs is called). Meant for small models: tests, the quickstart. Seen on 2 cores, shared with
+other work: ready in 22 s, 1.6 GB of memory. All of SGLang's flags are accepted; those in DEFAULTS are filled in unless given.
 
     python scripts/cpu_engine/serve.py --model-path scripts/tiny_kimi --port 30000
     python scripts/cpu_engine/serve.py --model-path scripts/tiny_kimi --port 30000 --speculative-algorithm EAGLE3 \
@@ -26,8 +26,10 @@ SGLANG_VERSIONS = {"0.5.23"}
 # attention: the backend whose kernels sgl_kernel has. float32: on a CPU bf16 is slower, and hides errors behind rounding.
 # Radix cache, chunking and scheduling stay SGLang's own defaults.
 DEFAULTS = {
-    "--device": "cpu", "--dtype": "float32", "--attention-backend": "intel_amx", "--sampling-backend": "pytorch", "--grammar-backend": "none",
-    "--cuda-graph-backend-decode": "disabled", "--cuda-graph-backend-prefill": "disabled", "--skip-server-warmup": True, "--trust-remote-code": True,
+    "--device": "cpu", "--dtype": "float32", "--attention-backend": "intel_amx", "--sampling-backend": "pytorch",
+    "--grammar-backend": "none", "--cuda-graph-backend-decode": "disabled", "--cuda-graph-backend-prefill": "disabled",
+    "--skip-server-warmup": True, "--trust-remote-code": True,
+    "--sleep-on-idle": True,  # an idle server would keep a core busy
     "--mem-fraction-static": "0.2", "--max-total-tokens": "32768", "--max-running-requests": "32",
 }
 
@@ -44,7 +46,8 @@ def sglang_version():
         fail("SGLang is not installed. Run: pip install -r scripts/requirements-cpu.txt, "
              "then pip install --no-deps -r scripts/requirements-cpu-nodeps.txt")
     folder = Path(spec.submodule_search_locations[0])
-    found = re.search(r"^__version__ = version = '([^']+)'", (folder / "_version.py").read_text(), re.M) if (folder / "_version.py").exists() else None
+    file = folder / "_version.py"
+    found = re.search(r"^__version__ = version = '([^']+)'", file.read_text() if file.exists() else "", re.M)
     return found[1] if found else "unknown", folder
 
 
@@ -69,7 +72,8 @@ def check_model(path, flag):
             with open(file, "rb") as handle:
                 size = int.from_bytes(handle.read(8), "little")
                 header = json.loads(handle.read(min(size, 1 << 27)))
-            whole = file.stat().st_size == 8 + size + max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+            data = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+            whole = file.stat().st_size == 8 + size + data
         except ValueError:
             whole = False
         if not whole:
@@ -110,7 +114,8 @@ def stub_torchvision():
         module.__path__, module.__spec__ = [], importlib.machinery.ModuleSpec(name, None, is_package=True)
     transforms = sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]
     transforms.functional = sys.modules["torchvision.transforms.functional"]
-    transforms.InterpolationMode = transforms.functional.InterpolationMode = types.SimpleNamespace(NEAREST="nearest", BILINEAR="bilinear", BICUBIC="bicubic", LANCZOS="lanczos")
+    modes = types.SimpleNamespace(NEAREST="nearest", BILINEAR="bilinear", BICUBIC="bicubic", LANCZOS="lanczos")
+    transforms.InterpolationMode = transforms.functional.InterpolationMode = modes
 
 
 def prepare():

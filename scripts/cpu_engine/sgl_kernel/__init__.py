@@ -52,11 +52,12 @@ def refuse_unsupported(logit_cap, is_cross, encoder_lens, sinks, k_scale=1.0, v_
 
 
 def extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, req_to_token, req_pool_indices, seq_lens, extend_seq_lens,
-                         extend_start_loc, max_extend_len, scale, logit_cap, is_cross, window, encoder_lens, sinks, tree_mask, is_causal=True):
+                         extend_start_loc, max_extend_len, scale, logit_cap, is_cross, window, encoder_lens, sinks, tree_mask,
+                         is_causal=True):
     """Prefill, chunked prefill and EAGLE verification: the last n positions of each request attend to all up to themselves.
 
-    Caller: IntelAMXAttnBackend.forward_extend. q [N, H, D]; out [N, H, Dv]; k, v: the new positions' keys and values, or None when they are in
-    the cache already; seq_lens count them. Keys of earlier positions come from the buffers [slots, Hk, D]. Without earlier positions MLA passes
+    Caller: IntelAMXAttnBackend.forward_extend. q [N, H, D]; out [N, H, Dv]; k, v: the new positions' keys and values, or None when
+    they are in the cache already; seq_lens count them. Earlier keys come from the buffers [slots, Hk, D]. Without earlier ones MLA passes
     full-width keys and values while the buffers hold latents. tree_mask: for each request n * n flags, which draft token sees which.
     """
     refuse_unsupported(logit_cap, is_cross, encoder_lens, sinks, k_scale, v_scale)
@@ -107,7 +108,7 @@ def decode_attention_cpu(q, k_buffer, v_buffer, k_scale, v_scale, out, k, v, loc
 
 
 def build_draft_decode_metadata_cpu(req_to_token, req_pool_indices, seq_lens, topk, num_steps, pool_len):
-    """Returns the slot table of the draft branches [B * topk, max(seq_lens) + num_steps]: the request's prefix, then the branch's own slots.
+    """Returns the slot table of the draft branches [B * topk, max(seq_lens) + num_steps]: the prefix, then the branch's own slots.
 
     Caller: IntelAMXMultiStepDraftBackend.init_forward_metadata. Branch t of a request owns num_steps slots from seq_len + t * num_steps on.
     """
@@ -119,9 +120,12 @@ def build_draft_decode_metadata_cpu(req_to_token, req_pool_indices, seq_lens, to
     return table
 
 
-# ---- slots of the KV cache: sglang/srt/mem_cache/allocation.py, sglang/kernels/ops/speculative/cache_locs.py, .../kvcache/cache_move.py ----
+# ---- slots of the KV cache: sglang/srt/mem_cache/allocation.py, sglang/kernels/ops/speculative/cache_locs.py, .../kvcache/cache_move.py
+# ----
 def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start, end, slots, pool_len):
-    """out: req_to_token[request, start:end] of each request takes the next of `slots` [sum(end - start)]. Caller: assign_req_to_token_pool_func."""
+    """out: req_to_token[request, start:end] of each request takes the next of `slots` [sum(end - start)]. Caller:
+    assign_req_to_token_pool_func.
+    """
     spans = list(zip(req_pool_indices.tolist(), start.tolist(), end.tolist()))
     for (request, first, last), own in zip(spans, slots.split([last - first for _, first, last in spans])):
         req_to_token[request, first:last] = own.to(req_to_token.dtype)
@@ -143,7 +147,9 @@ def assign_draft_cache_locs_contiguous_cpu(req_pool_indices, req_to_token, seq_l
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs, strides, target_slots, source_slots):
-    """Copy cache rows source -> target in every buffer; data_ptrs and strides (bytes a row) name the buffers. Caller: copy_all_layer_kv_cache_func."""
+    """Copy cache rows source -> target in every buffer; data_ptrs and strides (bytes a row) name the buffers. Caller:
+    copy_all_layer_kv_cache_func.
+    """
     for base, stride in zip(data_ptrs.tolist(), strides.tolist()):
         rows = [ctypes.string_at(base + slot * stride, stride) for slot in source_slots.tolist()]  # all read before any is written
         for slot, row in zip(target_slots.tolist(), rows):
@@ -152,24 +158,28 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, target_slots, source_slots):
 
 # ---- EAGLE: sglang/kernels/ops/speculative/eagle.py and spec_tree.py ----
 def fill_bonus_tokens_cpu(accept_tokens, accept_lens, bonus_tokens, stride):
-    """out bonus_tokens [B]: the last accepted token of each request; accept_tokens [B * stride], accept_lens count it. Caller: fill_bonus_tokens_func."""
+    """out bonus_tokens [B]: the last accepted token of each request; accept_tokens [B * stride], accept_lens count it. Caller:
+    fill_bonus_tokens_func.
+    """
     last = torch.arange(len(bonus_tokens)) * stride + accept_lens[:len(bonus_tokens)] - 1
     bonus_tokens.copy_(accept_tokens.flatten()[last.long()])
 
 
 def fill_accept_out_cache_loc_cpu(accept_index, out_cache_loc, accept_out_cache_loc):
-    """out accept_out_cache_loc: out_cache_loc at the accepted indices (-1: rejected), packed to the front. Caller: fill_accept_out_cache_loc_func."""
+    """out accept_out_cache_loc: out_cache_loc at the accepted indices (-1: rejected), packed to the front. Caller:
+    fill_accept_out_cache_loc_func.
+    """
     kept = accept_index[accept_index > -1].long()
     accept_out_cache_loc[:len(kept)] = out_cache_loc[kept].to(accept_out_cache_loc.dtype)
 
 
 def build_tree_kernel_efficient_cpu(parent_list, selected_index, seq_lens, tree_mask, positions, retrieve_index, next_token, next_sibling,
                                     topk, depth, draft_token_num, mode):
-    """The token tree to verify. Token 0 of each request is its last emitted one (the root), tokens 1.. are drafts. Caller: build_tree_kernel_efficient_func.
+    """The token tree to verify. Token 0 of each request is its last emitted one (the root), tokens 1.. are drafts.
 
-    selected_index [B, n - 1]: index of draft i among all candidates, where candidate c hangs below parent_list[b, c // topk] (c // topk == 0: the root).
-    out tree_mask [B * n * n] bool: which token sees which; positions [B * n]; retrieve_index [B, n]: row in the batch; next_token [B, n]: first
-    child, next_sibling [B, n]: next child of the same parent, both -1 (as they come) where there is none.
+    Caller: build_tree_kernel_efficient_func. selected_index [B, n - 1]: index of draft i among all candidates, where candidate c hangs
+    below parent_list[b, c // topk] (c // topk == 0: the root). out tree_mask [B * n * n] bool: which token sees which; positions [B * n];
+    retrieve_index [B, n]: row in the batch; next_token [B, n]: first child, next_sibling [B, n]: next child of the same parent, both -1 (as they come) where there is none.
     """
     if int(mode) != 1:
         raise NotImplementedError("cpu_engine: only the QLEN_ONLY tree mask, SGLang's choice on a CPU.")
@@ -193,14 +203,17 @@ def build_tree_kernel_efficient_cpu(parent_list, selected_index, seq_lens, tree_
             positions[b * n + token] = seq_lens[b] + (len(path) - 1 if token else 0)
 
 
-def verify_tree_greedy_cpu(predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling, target_predict):
+def verify_tree_greedy_cpu(predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token,
+                           retrive_next_sibling, target_predict):
     """Walk each tree along the target's argmax. Caller: verify_tree_greedy_func, by keyword.
 
-    candidates [B, n]: token ids of the tree; target_predict [B, n]: the target's argmax after each. out predicts [B * n]: the target's token at
-    each accepted row; accept_index [B, steps + 1]: accepted rows, the root first (the rest stays -1); accept_token_num [B]: accepted drafts.
+    candidates [B, n]: token ids of the tree; target_predict [B, n]: the target's argmax after each. out predicts [B * n]: the target's
+    token at each accepted row; accept_index [B, steps + 1]: accepted rows, the root first (the rest stays -1); accept_token_num [B]:
+    accepted drafts.
     """
     wanted = target_predict.flatten().tolist()
-    for b, (tokens, rows, child, sibling) in enumerate(zip(*(x.tolist() for x in (candidates, retrive_index, retrive_next_token, retrive_next_sibling)))):
+    trees = zip(candidates.tolist(), retrive_index.tolist(), retrive_next_token.tolist(), retrive_next_sibling.tolist())
+    for b, (tokens, rows, child, sibling) in enumerate(trees):
         path, node = [0], 0
         while len(path) < accept_index.shape[1]:
             node = child[node]
