@@ -33,6 +33,7 @@ print(value.format(**{key: document[key] for key in ("run_dir", "target")}))' "$
 run=$(setting run_dir) target=$(setting target) responses=$(setting generate.output-dir) hidden_states=$(setting extract.output-dir)
 [[ "$target" != */* ]] || [ -f "$target/config.json" ] || die 2 "$target: holds no config.json. Set \`target\` in $config to the target's folder."
 logs=$run/logs; mkdir -p "$logs"
+export OMP_WAIT_POLICY=PASSIVE  # threads that spin while they wait stall everything else where cores are few or shared
 say() { echo "$(date +%FT%T) quickstart $*"; }
 
 server='' stage_pid=''
