@@ -1394,6 +1394,7 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
     if (args.output_dir / "manifest.json").exists():
         read_manifest(args.output_dir, STAGE)
         log("complete already")
+        print(figures_table(json.loads((args.output_dir / "report.json").read_text())), flush=True)
         log(f"done: {args.output_dir / 'report.md'}")
         return
     raw = args.output_dir / "raw.jsonl"

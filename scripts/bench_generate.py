@@ -1,7 +1,7 @@
 """How fast is 01_generate.py itself? Against a stub that answers at once, and against a real server beside a bare load generator.
 
     python scripts/bench_generate.py stub --rows 20000 --concurrency 256      answers/s on one client core, memory over the rows
-    python scripts/bench_generate.py engine --base-url http://127.0.0.1:30000 --prompts prompts.jsonl --concurrency 16
+    python scripts/bench_generate.py engine --base-url http://127.0.0.1:30000 --prompts configs/quickstart_prompts.jsonl
                                                                               tok/s of 01 and of a bare generator, in turns
 
 The stub is a process of its own on another core where there is one. CPU seconds are the client's own, from its first request to its last.
@@ -109,7 +109,8 @@ async def bare(url: str, requests: list[dict], concurrency: int) -> tuple[int, f
         async def worker():
             nonlocal tokens
             for body in queue:
-                tokens += len((await client.post(f"{url}/generate", json=body)).json()["output_ids"])
+                response = await client.post(f"{url}/generate", json=body)
+                tokens += len(response.json()["output_ids"])
         await asyncio.gather(*(worker() for _ in range(concurrency)))
         return tokens, time.monotonic() - begin
 
