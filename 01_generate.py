@@ -1069,9 +1069,9 @@ class Run:
     async def work(self):
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self.interrupt)
-        helpers = [asyncio.create_task(self.store.writer()), asyncio.create_task(self.tick())]
+        background = [asyncio.create_task(self.store.writer()), asyncio.create_task(self.tick())]
         await asyncio.gather(*(self.worker() for _ in range(self.args.concurrency)))
-        for task in helpers:
+        for task in background:
             task.cancel()
         for server in self.servers:
             for client in server.clients:
