@@ -118,6 +118,13 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
     return parser.parse_args(tokens + argv)
 
 
+def sync_folder(folder: Path) -> None:
+    """A file's name is on the disk only when its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones."""
     temporary = path.with_name(path.name + ".tmp")
@@ -126,9 +133,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the rename itself must survive a power cut
-    os.close(folder)
+    sync_folder(path.parent)
 
 
 def sha256_file(path: Path) -> str:
@@ -951,13 +956,6 @@ class Store:
                     raise
             if size == 0:
                 sync_folder(self.folder)
-
-
-def sync_folder(folder: Path):
-    """A file's name is on the disk only when its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def part_name(number: int) -> str:

@@ -124,6 +124,13 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
     return parser.parse_args(tokens + argv)
 
 
+def sync_folder(folder: Path) -> None:
+    """A file's name is on the disk only when its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones."""
     temporary = path.with_name(path.name + ".tmp")
@@ -132,9 +139,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the rename itself must survive a power cut
-    os.close(folder)
+    sync_folder(path.parent)
 
 
 def sha256_file(path: Path) -> str:
@@ -1540,7 +1545,7 @@ def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
 
 
-def sync_folder(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Flush every file below `folder` to the disk."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
@@ -1550,7 +1555,7 @@ def sync_folder(folder: Path) -> None:
 
 def replace_folder(temporary: Path, final: Path) -> None:
     """Put `temporary` in the place of `final`. `repair` ends what a crash cut short between the two renames."""
-    sync_folder(temporary)
+    sync_tree(temporary)
     old = final.with_name(final.name + ".old")
     if final.exists():
         os.replace(final, old)

@@ -42,6 +42,7 @@ N_BPE, N_SPECIAL = 2400, 32
 # Trained with a latent of 64, saved with 32 zeros more: the triton decode kernel of SGLang 0.5.15 takes MLA's keys as values and so
 # needs next_power_of_2(kv_lora_rank + qk_rope_head_dim) == next_power_of_2(kv_lora_rank). The zeros change nothing (see pad_latent).
 TRAINED_KV_LORA_RANK, KV_LORA_RANK = 64, 96
+LATENT_SCALE = (TRAINED_KV_LORA_RANK / KV_LORA_RANK) ** 0.5
 # Kimi-K2.5's ids minus 163584. [UNK] and [PAD] close Kimi's block of 256, and ours of 32; the ids between are reserved tokens, as there.
 SPECIAL_AT = {
     "[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4, "<|start_header_id|>": 6, "<|end_header_id|>": 7,
@@ -608,7 +609,7 @@ def pad_latent(name, tensor):
     if name.endswith("kv_a_proj_with_mqa.weight"):  # rows: latent, then the rope part
         return torch.cat([tensor[:old], tensor.new_zeros(more, tensor.shape[1]), tensor[old:]])
     if name.endswith("kv_a_layernorm.weight"):
-        return torch.cat([tensor * (old / KV_LORA_RANK) ** 0.5, tensor.new_zeros(more)])
+        return torch.cat([tensor * LATENT_SCALE, tensor.new_zeros(more)])
     if name.endswith("kv_b_proj.weight"):
         return F.pad(tensor, (0, more))
     return tensor
@@ -622,7 +623,7 @@ def write_weights(model, folder):
         for name, tensor in model.state_dict().items():
             if "e_score_correction_bias" not in name:  # float32 in Kimi's checkpoint too
                 # The model now computes with what is saved: the norm's weight is rounded after pad_latent scaled it
-                scale = (TRAINED_KV_LORA_RANK / KV_LORA_RANK) ** 0.5 if "kv_a_layernorm" in name else 1.0
+                scale = LATENT_SCALE if "kv_a_layernorm" in name else 1.0
                 tensor.copy_((tensor * scale).to(torch.bfloat16).float() / scale)
         model.save_pretrained(temporary)
         text = load_file(f"{temporary}/model.safetensors")
