@@ -1,7 +1,7 @@
 """Make "tiny Kimi", the target of the quickstart and the tests: Kimi-K2.5's architecture, special tokens and turn format in under 12 MB.
 
 A KimiK25ForConditionalGeneration wrapper around a DeepSeek-V3 text model (MLA, sigmoid + noaux_tc routing over 8 experts, YaRN) of 8 layers
-and 5.7M parameters, and a byte-level BPE of 2,400 tokens followed by Kimi's special tokens in Kimi's order. It is trained on what every
+and 5.8M parameters, and a byte-level BPE of 2,400 tokens followed by Kimi's special tokens in Kimi's order. It is trained on what every
 CPython ships, its reference topics and the docstrings and short functions of its standard library, cast as questions and answers, thinking
 and instant, with system messages, second turns and tool calls. 5 % of the subjects are held out.
 Its answers are readable and keep their form; what they say about a name often belongs to another one. It is there to run pipelines on,
@@ -12,7 +12,7 @@ chat_template.jinja, the processor SGLang wants and card.json (held-out loss, si
 
     python scripts/make_tiny_kimi.py --steps 0                       # random weights, half a minute on a CPU
     python3 scripts/make_tiny_kimi.py --facts facts.json --write-facts   # read the standard library once, here ...
-    python3 scripts/make_tiny_kimi.py --facts facts.json --minutes 4.5   # ... train on a GPU elsewhere
+    python3 scripts/make_tiny_kimi.py --facts facts.json --minutes 2     # ... train on a GPU elsewhere
 
 Needs torch, transformers >= 5 and tokenizers. The same --facts give the same tokenizer, prompts and samples on any machine.
 """
@@ -39,10 +39,10 @@ import torch.nn.functional as F
 
 # B rows, T tokens of a row, H hidden, E experts, I intermediate of an expert, V vocabulary
 N_BPE, N_SPECIAL = 2400, 32
-# Trained with a latent of 64, saved with 32 zeros more: the triton decode kernel of SGLang 0.5.15 takes MLA's keys as values and so
-# needs next_power_of_2(kv_lora_rank + qk_rope_head_dim) == next_power_of_2(kv_lora_rank). The zeros change nothing (see pad_latent).
-TRAINED_KV_LORA_RANK, KV_LORA_RANK = 64, 96
-LATENT_SCALE = (TRAINED_KV_LORA_RANK / KV_LORA_RANK) ** 0.5
+# MLA's sizes are bound by the triton kernels of SGLang 0.5.15. Decode takes keys as values, so it does not compile unless
+# next_power_of_2(kv_lora_rank + qk_rope_head_dim) == next_power_of_2(kv_lora_rank). Prefill gives wrong values, now and then an illegal
+# memory access, for v_head_dim 32 beside a qk head above 32 (seen with Triton 3.6 on an H200; right for v_head_dim 64 and 128).
+KV_LORA_RANK, QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM = 96, 64, 32, 64
 # Kimi-K2.5's ids minus 163584. [UNK] and [PAD] close Kimi's block of 256, and ours of 32; the ids between are reserved tokens, as there.
 SPECIAL_AT = {
     "[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4, "<|start_header_id|>": 6, "<|end_header_id|>": 7,
@@ -121,11 +121,11 @@ class KimiK25Processor(ProcessorMixin):
 
 
 # ---- the architecture ----
-def text_config(kv_lora_rank=KV_LORA_RANK):
+def text_config():
     return dict(
         architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", vocab_size=N_BPE + N_SPECIAL, hidden_size=256,
-        num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=32,
-        qk_nope_head_dim=32, v_head_dim=32, intermediate_size=512, first_k_dense_replace=1, moe_layer_freq=1, n_routed_experts=8,
+        num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=96, kv_lora_rank=KV_LORA_RANK,
+        qk_rope_head_dim=QK_ROPE_HEAD_DIM, qk_nope_head_dim=QK_NOPE_HEAD_DIM, v_head_dim=V_HEAD_DIM, intermediate_size=512, first_k_dense_replace=1, moe_layer_freq=1, n_routed_experts=8,
         num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=64, scoring_func="sigmoid", topk_method="noaux_tc", n_group=1,
         topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.827, rms_norm_eps=1e-5, rope_theta=50000.0,
         rope_scaling=dict(type="yarn", factor=8.0, original_max_position_embeddings=512, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
@@ -178,7 +178,7 @@ def dense_experts(self, x, index, weights):
 def build_model(device, dropout):
     """DeepseekV3ForCausalLM in float32 with SGLang's norms and, for training, dense experts and dropout on what enters the residual."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-    model = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**text_config(TRAINED_KV_LORA_RANK)), attn_implementation="sdpa", dtype=torch.float32)
+    model = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**text_config()), attn_implementation="sdpa", dtype=torch.float32)
     model.to(device)
     use_serving_norms(model)
     for layer in model.model.layers:
@@ -599,22 +599,6 @@ def write_static_files(folder, tokenizer):
     dump(folder / "generation_config.json", dict(eos_token_id=ID["<|im_end|>"], pad_token_id=ID["[PAD]"], max_length=MAX_POSITIONS))
 
 
-def pad_latent(name, tensor):
-    """One MLA tensor of rank TRAINED_KV_LORA_RANK as one of KV_LORA_RANK that computes the same.
-
-    The latent gets zero rows, kv_b_proj zero columns. RMSNorm divides by the root of the mean over the latent, so zeros make its
-    output sqrt(96/64) larger: the norm's weight takes that back. (Its epsilon then counts 1.5 times: 1.5e-5 beside a mean square near 1.)
-    """
-    old, more = TRAINED_KV_LORA_RANK, KV_LORA_RANK - TRAINED_KV_LORA_RANK
-    if name.endswith("kv_a_proj_with_mqa.weight"):  # rows: latent, then the rope part
-        return torch.cat([tensor[:old], tensor.new_zeros(more, tensor.shape[1]), tensor[old:]])
-    if name.endswith("kv_a_layernorm.weight"):
-        return torch.cat([tensor * LATENT_SCALE, tensor.new_zeros(more)])
-    if name.endswith("kv_b_proj.weight"):
-        return F.pad(tensor, (0, more))
-    return tensor
-
-
 def write_weights(model, folder):
     """model.safetensors with the hub's names. Reads it back into an untouched DeepseekV3ForCausalLM: logits must be equal."""
     from safetensors.torch import load_file, save_file
@@ -622,12 +606,10 @@ def write_weights(model, folder):
     with tempfile.TemporaryDirectory() as temporary:
         for name, tensor in model.state_dict().items():
             if "e_score_correction_bias" not in name:  # float32 in Kimi's checkpoint too
-                # The model now computes with what is saved: the norm's weight is rounded after pad_latent scaled it
-                scale = LATENT_SCALE if "kv_a_layernorm" in name else 1.0
-                tensor.copy_((tensor * scale).to(torch.bfloat16).float() / scale)
+                tensor.copy_(tensor.to(torch.bfloat16).float())  # the model now computes with what is saved
         model.save_pretrained(temporary)
         text = load_file(f"{temporary}/model.safetensors")
-        text = {name: tensor if "e_score_correction_bias" in name else pad_latent(name, tensor).to(torch.bfloat16) for name, tensor in text.items()}
+        text = {name: tensor if "e_score_correction_bias" in name else tensor.to(torch.bfloat16) for name, tensor in text.items()}
         save_file(text, f"{temporary}/model.safetensors", metadata={"format": "pt"})
         dump(Path(temporary) / "config.json", text_config())
         stock = DeepseekV3ForCausalLM.from_pretrained(temporary, dtype=torch.float32, attn_implementation="sdpa").to(model.device).eval()
@@ -651,7 +633,7 @@ def main():
                         help="where the quickstart's prompts go")
     parser.add_argument("--facts", type=Path, help="corpus facts, from a run with --write-facts (default: read this Python's library)")
     parser.add_argument("--write-facts", action="store_true", help="write --facts and stop")
-    parser.add_argument("--minutes", type=float, default=4.5, help="training time by the wall clock")
+    parser.add_argument("--minutes", type=float, default=2.0, help="training time by the wall clock")
     parser.add_argument("--steps", type=int, help="train so many steps instead; 0: random weights")
     parser.add_argument("--rows", type=int, default=32, help="rows a step")
     parser.add_argument("--row-length", type=int, default=1024)
