@@ -34,7 +34,8 @@ SIZES = {  # target, capture layers as a share of the depth, server command and 
              "command": [sys.executable, "-m", "sglang.launch_server"],
              "flags": ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--moe-runner-backend",
                        "triton", "--mem-fraction-static", "0.6", "--disable-cuda-graph", "--disable-prefill-cuda-graph", "--skip-server-warmup",
-                       "--chunked-prefill-size", "8192", "--max-prefill-tokens", "16384"]},
+                       # no chunks: one request that goes on from an earlier chunk sends its whole batch through the slower kernel for prefixes
+                       "--chunked-prefill-size", "-1", "--max-prefill-tokens", "16384"]},
     "toy": {"config": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 64,
                        "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "vocab_size": 2048,
                        "torch_dtype": "float32", "dtype": "float32", "rms_norm_eps": 1e-5},

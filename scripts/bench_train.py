@@ -113,10 +113,10 @@ def timed(trainer, batches, counts, warm_up: int, repeats: int) -> list[float]:
     return clock.steps()
 
 
-def report(name, what, tokens, seconds, flops, peak_tflops, goal, peers, extra=""):
+def report(name, what, tokens, seconds, flops, peak_tflops, goal, peers, extra="", world=1):
     rate, floor = tokens / seconds, tokens / (flops / peak_tflops / 1e12)
     memory = torch.cuda.max_memory_allocated() / 2 ** 30 if torch.cuda.is_available() else 0
-    print(f"{name:9} | {rate:9,.0f} tok/s | floor {floor:9,.0f} | {rate / floor:4.0%} of it | {flops / seconds / 1e12:5.0f} TFLOP/s | MFU {flops / seconds / 989e12:4.0%} "
+    print(f"{name:9} | {rate:9,.0f} tok/s | floor {floor:9,.0f} | {rate / floor:4.0%} of it | {flops / seconds / 1e12:5.0f} TFLOP/s | MFU {flops / seconds / 989e12 / world:4.0%} "
           f"| peak {memory:5.1f} GiB | goal {goal or '-'} | {what}{' | peers ' + peers if peers else ''}{extra}", flush=True)
     return rate
 
@@ -403,7 +403,7 @@ def main() -> None:
         else:
             seconds, tokens, work = sum(times) / 1000, repeats * sum(batch.tokens for batch in batches), repeats * sum(flops)
         spread = f" | {min(times):.1f} to {max(times):.1f} ms" if len(batches) == 1 else f" | {len(batches)} batches, {sum(b.tokens for b in batches) / len(batches):,.0f} tokens each"
-        rates[name] = report(name, what, world * tokens, seconds, world * work, world * peak, goal, peers, spread)
+        rates[name] = report(name, what, world * tokens, seconds, world * work, world * peak, goal, peers, spread, world)
         if world > 1:
             one = statistics.median(alone) / 1000 if len(batches) == 1 else sum(alone) / 1000
             print(f"          {world} GPUs {world * one / seconds:.3f} times one ({one * 1000:.1f} ms alone, {seconds * 1000:.1f} ms together)", flush=True)

@@ -1,5 +1,6 @@
 """05: figures by hand, every fault of a drafter folder found and none on a healthy one, and whole runs on the real engine."""
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -277,16 +278,16 @@ def test_every_bad_answer_is_a_failed_request_of_its_kind():
             return True
 
     prompts = [{"id": str(kind), "prompt_ids": [kind]} for kind in (0, 1, 2, 3, 4, 5, 0)]
-    records, wall = bench.run_unit(url, prompts, 2, {}, {}, False, 10, Alive(url), "test")
+    records, wall = asyncio.run(bench.run_unit(url, prompts, 2, {}, {}, False, 10, Alive(url), "test"))
     assert [record.get("error") for record in records] == [None, "http 500", "connection", "error event", "aborted", "cut", None]
     assert records[0]["output_ids"] == [8, 9] and records[0]["counts"] == [1, 2] and records[0]["spec"]["verify_steps"] == 1
     assert "broken" in records[1]["message"] and "out of memory" in records[3]["message"] and wall > 0
-    records, _ = bench.run_unit(url, [{"id": "6", "prompt_ids": [6]}], 1, {}, {}, True, 10, Alive(url), "test")
+    records, _ = asyncio.run(bench.run_unit(url, [{"id": "6", "prompt_ids": [6]}], 1, {}, {}, True, 10, Alive(url), "test"))
     assert records[0]["output_ids"] == [8, 9]
     server.shutdown()
     server.server_close()
     with pytest.raises(bench.UserError, match="went away"):
-        bench.run_unit(url, prompts, 2, {}, {}, False, 10, Given(url), "test")
+        asyncio.run(bench.run_unit(url, prompts, 2, {}, {}, False, 10, Given(url), "test"))
 
 
 # ---- the doctor ----
