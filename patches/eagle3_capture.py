@@ -93,8 +93,8 @@ def set_layers(model, layers: list[int]) -> bool:
     captured = model.model.layers_to_capture
     if captured:
         if list(captured) != layers:
-            raise Refused(f"the draft's eagle_aux_hidden_state_layer_ids make this server capture layers {list(captured)}, "
-                          f"EAGLE3_CAPTURE_LAYERS says {layers}. Serve without the draft, or make them equal.")
+            raise Refused(f"the draft's eagle_aux_hidden_state_layer_ids (or --return-aux-hidden-state-layer-ids) make this server capture "
+                          f"layers {list(captured)}, EAGLE3_CAPTURE_LAYERS says {layers}. Serve without the draft, or make them equal.")
         return True
     for ids in (layers, [layer - 1 for layer in layers]):
         model.set_eagle3_layers_to_capture(list(ids))
@@ -406,7 +406,8 @@ def forward_hook(config: dict):
 
     PYTHONPATH=patches ... --enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids 3 31 59
     --forward-hooks '[{"target_modules": ["model"], "hook_factory": "eagle3_capture:forward_hook"}]'
-    target_modules: the decoder without its head ("language_model.model" inside a multimodal wrapper).
+    target_modules: the decoder without its head ("language_model.model" inside a multimodal wrapper). Some models, Llama among them,
+    add 1 to the ids: give 2 30 58 for them. What the server then captures is compared with EAGLE3_CAPTURE_LAYERS.
     """
     def hook(module, args, output):
         forward_batch = next(argument for argument in args if hasattr(argument, "extend_seq_lens_cpu"))

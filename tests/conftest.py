@@ -83,7 +83,7 @@ class Engine:
         argv = [sys.executable, str(ROOT / "scripts/cpu_engine/serve.py"), "--model-path", str(model), "--port", str(self.port),
                 "--dtype", "float32"]
         for flag, value in flags.items():
-            argv += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+            argv += [f"--{flag}", *([] if value is True else map(str, value) if isinstance(value, list) else [str(value)])]
         self.argv, self.env = argv, {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
         self.start()
 

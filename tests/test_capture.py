@@ -248,6 +248,36 @@ def test_captured_layers_are_the_streams_that_enter_them(engine, tmp_path):
         assert torch.allclose(aux[:, number * width], torch.full((6,), float(stream)), atol=1e-3)
 
 
+def llama_target(folder: Path):
+    """A random Llama of 8 layers in `folder`, a target that the patch knows nothing of; the model in transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=2432, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+                                         num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, initializer_range=0.05)).float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("target", [pytest.param("kimi", marks=pytest.mark.slow), "llama"])
+def test_capture_by_sglangs_own_hooks(target, reference, tmp_path):
+    """--forward-hooks: an SGLang that nobody edited, and targets other than deepseek_v2."""
+    model = reference if target == "kimi" else llama_target(tmp_path / "llama")
+    hooks = [{"target_modules": ["language_model.model" if target == "kimi" else "model"], "hook_factory": "eagle3_capture:forward_hook"}]
+    flags = {"disable-radix-cache": True, "chunked-prefill-size": CHUNK, "skip-tokenizer-init": True, "forward-hooks": json.dumps(hooks),
+             "enable-return-aux-hidden-states": True, "speculative-algorithm": "EAGLE3",
+             "return-aux-hidden-state-layer-ids": [layer - (target == "llama") for layer in CAPTURE_LAYERS]}  # SGLang's Llama adds 1
+    server = Engine(tmp_path / "log", TINY_KIMI if target == "kimi" else tmp_path / "llama", flags,
+                    {"PYTHONPATH": str(ROOT / "patches"), "EAGLE3_CAPTURE_DIR": str(tmp_path / "capture"), "EAGLE3_CAPTURE_LAYERS": "2,4,6"})
+    try:
+        samples = {f"n{length}": random_ids(length, length) for length in (1, 61, CHUNK + 77)}
+        send(server.url, [(rid("hooks", ids, name), ids) for name, ids in samples.items()])
+        for name, ids in samples.items():
+            check(tmp_path / f"capture/hooks/{name}.safetensors", model, ids)
+    finally:
+        server.kill()
+
+
 def greedy(model, prompt: list[int], count: int) -> list[int]:
     ids = list(prompt)
     with torch.no_grad():
