@@ -209,7 +209,8 @@ def make_plan(a: argparse.Namespace, folders: tuple = ()) -> tuple[dict, list[tu
         f"{answer:,.0f} answer tokens / {a.generate_rate:,.0f} tok/s" + (" (one stream alone: an upper bound)" if a.generate_rate == 90 else ""))
     if a.usd_per_mtok:
         usd = (f["tokens"] - answer) / 1e6 * a.usd_per_mtok[0] + answer / 1e6 * a.usd_per_mtok[1]
-        put("01", "usd", usd, f"${usd:,.2f}", f"{(f['tokens'] - answer) / 1e6:,.1f}M prompt tokens x ${a.usd_per_mtok[0]:g} + {answer / 1e6:,.1f}M answer tokens x ${a.usd_per_mtok[1]:g}, by the million")
+        put("01", "usd", usd, f"${usd:,.2f}", f"{(f['tokens'] - answer) / 1e6:,.1f}M prompt tokens x ${a.usd_per_mtok[0]:g} "
+            f"+ {answer / 1e6:,.1f}M answer tokens x ${a.usd_per_mtok[1]:g}, by the million")
     else:
         rows.append(("01", "usd", "-", "with an API: prompt tokens x IN + answer tokens x OUT (--usd-per-mtok IN OUT)"))
     put("01", "responses_bytes", 10 * f["tokens"], size(10 * f["tokens"]), "10 bytes a token")
@@ -222,17 +223,19 @@ def make_plan(a: argparse.Namespace, folders: tuple = ()) -> tuple[dict, list[tu
     put("03", "extract_hours", slow, f"{hours(fast)} to {hours(slow)}", f"tokens / {a.extract_rate[1]:,.0f} to {a.extract_rate[0]:,.0f} tok/s")
 
     trained = sum(value for key, value in s.items() if key != "width")
-    put("04", "draft_parameters", trained, f"{trained / 1e6:,.0f}M", "fc " + " + ".join(f"{key} {s[key] / 1e6:,.0f}" for key in ("fc", "q", "kv", "o", "mlp", "head"))[3:])
+    put("04", "draft_parameters", trained, f"{trained / 1e6:,.0f}M",
+        " + ".join(f"{key} {s[key] / 1e6:,.0f}" for key in ("fc", "q", "kv", "o", "mlp", "head")))
     cut = a.mean_length if not a.max_seq_len or a.max_length and a.max_seq_len >= a.max_length else cut_mean(a.mean_length, a.max_seq_len)
     n_train = math.floor(N * (1 - a.val_ratio) + 1e-9)
     epoch = n_train * cut
     if a.unpacked:
-        put("04", "train_steps", a.epochs * n_train, f"{a.epochs * n_train:,}", f"{a.epochs} epochs x floor({N:,} x (1 - {a.val_ratio:g})), one sample a step")
+        put("04", "train_steps", a.epochs * n_train, f"{a.epochs * n_train:,}",
+            f"{a.epochs} epochs x floor({N:,} x (1 - {a.val_ratio:g})), one sample a step")
     else:
         in_epoch = math.ceil(epoch / (a.batch_tokens * FILL * a.train_gpus))
         steps = min(a.epochs * in_epoch, a.max_steps or 10**12)
-        put("04", "train_steps", steps, f"{steps:,}", f"{a.epochs} epochs x {n_train:,} x {cut:,.0f} tokens / ({a.batch_tokens:,} x {FILL:.2f} full x {a.train_gpus} GPUs)"
-            + (f", at most {a.max_steps:,}" if a.max_steps else ""))
+        put("04", "train_steps", steps, f"{steps:,}", f"{a.epochs} epochs x {n_train:,} x {cut:,.0f} tokens / "
+            f"({a.batch_tokens:,} x {FILL:.2f} full x {a.train_gpus} GPUs)" + (f", at most {a.max_steps:,}" if a.max_steps else ""))
         epoch *= f["train_steps"] / (a.epochs * in_epoch)
     flops = draft_flops(s, cut, 1 - a.prompt_share, a.ttt_steps)
     rate = a.train_rate or a.train_efficiency * a.gpu_tflops * 1e12 / flops
@@ -240,15 +243,20 @@ def make_plan(a: argparse.Namespace, folders: tuple = ()) -> tuple[dict, list[tu
         f"{a.train_efficiency:.3f} x {a.gpu_tflops:,.0f} TFLOP/s / {flops / 1e9:.1f} GFLOP a token (TTT {a.ttt_steps})")
     saves = 0 if a.unpacked else a.epochs + (f["train_steps"] // a.save_every if a.save_every else 0)
     validating = saves * (N - n_train) * cut / 3
-    put("04", "train_hours", (a.epochs * epoch + validating) / (rate * a.train_gpus) / 3600, hours((a.epochs * epoch + validating) / (rate * a.train_gpus) / 3600),
-        f"({a.epochs} x {epoch / 1e6:,.1f}M tokens" + (f" + {saves} validations x {(N - n_train) * cut / 1e6:,.1f}M / 3" if validating else "") + f") / ({rate:,.0f} tok/s x {a.train_gpus} GPUs)")
-    put("04", "train_read_rate", rate * a.train_gpus * per_token, f"{rate * a.train_gpus * per_token / 1e9:.1f} GB/s from disk", f"{per_token:,} bytes x {rate:,.0f} tok/s x {a.train_gpus} GPUs")
+    all_gpus, also = rate * a.train_gpus, f" + {saves} validations x {(N - n_train) * cut / 1e6:,.1f}M / 3" if validating else ""
+    training = (a.epochs * epoch + validating) / all_gpus / 3600
+    put("04", "train_hours", training, hours(training),
+        f"({a.epochs} x {epoch / 1e6:,.1f}M tokens{also}) / ({rate:,.0f} tok/s x {a.train_gpus} GPUs)")
+    put("04", "train_read_rate", all_gpus * per_token, f"{all_gpus * per_token / 1e9:.1f} GB/s from disk",
+        f"{per_token:,} bytes x {rate:,.0f} tok/s x {a.train_gpus} GPUs")
     put("04", "checkpoint_bytes", ADAM * trained * (a.keep_checkpoints + 1), size(ADAM * trained * (a.keep_checkpoints + 1)),
         f"{ADAM} bytes x {trained / 1e6:,.0f}M x ({a.keep_checkpoints} kept + 1 being written)")
     bench = 2 * a.bench_levels * a.bench_prompts * a.bench_tokens / a.stream_rate / 3600
-    put("05", "benchmark_hours", bench, f"under {hours(bench)}", f"2 variants x {a.bench_levels} levels x {a.bench_prompts} prompts x {a.bench_tokens} tokens / {a.stream_rate:,.0f} tok/s, as if one stream at a time")
+    put("05", "benchmark_hours", bench, f"under {hours(bench)}", f"2 variants x {a.bench_levels} levels x {a.bench_prompts} prompts "
+        f"x {a.bench_tokens} tokens / {a.stream_rate:,.0f} tok/s, as if one stream at a time")
     weights = target_bytes(c)
-    put("all", "target_bytes", weights, size(weights), f"{'INT4' if 'quantization_config' in c else 'bf16'} experts, the rest bf16; {weights / a.gpus / 1e9:.1f} GB on each of {a.gpus} GPUs")
+    put("all", "target_bytes", weights, size(weights), f"{'INT4' if 'quantization_config' in c else 'bf16'} experts, the rest bf16; "
+        f"{weights / a.gpus / 1e9:.1f} GB on each of {a.gpus} GPUs")
     need = f["responses_bytes"] + f["hidden_states_bytes"] + f["checkpoint_bytes"]
     put("all", "disk_bytes", need, size(need), "responses + hidden states + checkpoints (without the target)")
 
@@ -304,8 +312,8 @@ def main(argv: list[str]) -> int:
     for problem in problems:
         print(f"does not fit | {problem}")
     if not problems:
-        print(f"fits | {size(figures['disk_bytes'] - figures['disk_there'])} more are needed, {size(figures['disk_free'])} are free at {args.disk}" if args.disk else
-              "fits | no --disk given, so only the GPUs were looked at")
+        print(f"fits | {size(figures['disk_bytes'] - figures['disk_there'])} more are needed, {size(figures['disk_free'])} are free at "
+              f"{args.disk}" if args.disk else "fits | no --disk given, so only the GPUs were looked at")
     return 0
 
 

@@ -66,8 +66,9 @@ def read_run(path: Path) -> dict:
 def role(servers: dict, name: str) -> dict:
     """{"command", "flags", "env"} of a role, what it extends merged in."""
     spec = servers.get(name) or {}
-    base = role(servers, spec["extends"]) if spec.get("extends") in servers and spec["extends"] != name else {"command": None, "flags": {}, "env": {}}
-    return {"command": spec.get("command", base["command"]), "flags": {**base["flags"], **(spec.get("flags") or {})}, "env": {**base["env"], **(spec.get("env") or {})}}
+    above = spec.get("extends")
+    base = role(servers, above) if above in servers and above != name else {"command": None, "flags": {}, "env": {}}
+    return {"command": spec.get("command", base["command"]), **{key: {**base[key], **(spec.get(key) or {})} for key in ("flags", "env")}}
 
 
 def existing(path: Path) -> Path:
@@ -106,11 +107,13 @@ def check_sglang(run: dict, found: Findings, roles: set) -> None:
     done = subprocess.run([sys.executable, str(ROOT / "patches/sglang_patch.py"), "status"], capture_output=True, text=True)
     said = (done.stdout or done.stderr).strip()
     if done.returncode:
-        found.add("SGLang cannot be patched: " + said.removeprefix("sglang_patch: "), sys.executable, "install one of the releases in patches/versions.json, unchanged")
+        found.add("SGLang cannot be patched: " + said.removeprefix("sglang_patch: "), sys.executable,
+                  "install one of the releases in patches/versions.json, unchanged")
     elif "another state" in said:
         found.add(said, ROOT / "patches/sglang_patch.py", "run `python3 patches/sglang_patch.py apply` again and restart servers")
     elif "extract" in roles and ": original" in said:
-        found.add(said, "role extract", "run `python3 patches/sglang_patch.py apply` before its server starts (quickstart.sh does it itself)", "warning")
+        found.add(said, "role extract", "run `python3 patches/sglang_patch.py apply` before its server starts (quickstart.sh does it itself)",
+                  "warning")
 
 
 def check_servers(run: dict, found: Findings, roles: set) -> None:
@@ -125,20 +128,25 @@ def check_servers(run: dict, found: Findings, roles: set) -> None:
         layers = extract["env"].get("EAGLE3_CAPTURE_LAYERS")
         wanted = run["extract"].get("capture-dir") or f"{out}/.incoming"
         if not capture or not layers:
-            found.add("EAGLE3_CAPTURE_DIR or EAGLE3_CAPTURE_LAYERS is not set, so nothing would be captured", "servers.extract.env", "set both (README, 03_extract.py)")
+            found.add("EAGLE3_CAPTURE_DIR or EAGLE3_CAPTURE_LAYERS is not set, so nothing would be captured", "servers.extract.env",
+                      "set both (README, 03_extract.py)")
         else:
             if Path(capture).absolute() != Path(wanted).absolute():
-                found.add(f"the server would write to {capture}, 03 waits at {wanted}", "servers.extract.env", "set EAGLE3_CAPTURE_DIR to 03's folder, or extract.capture-dir to the server's")
+                found.add(f"the server would write to {capture}, 03 waits at {wanted}", "servers.extract.env",
+                          "set EAGLE3_CAPTURE_DIR to 03's folder, or extract.capture-dir to the server's")
             if existing(Path(capture)).stat().st_dev != existing(Path(str(out))).stat().st_dev:
-                found.add(f"{capture} and {out} lie on different file systems, so samples cannot be renamed into place", "servers.extract.env", "put both on the same disk")
+                found.add(f"{capture} and {out} lie on different file systems, so samples cannot be renamed into place",
+                          "servers.extract.env", "put both on the same disk")
     speculative = role(run["servers"], "speculative")["flags"]
     if "speculative" in roles & set(run["servers"]):
         steps, trained = speculative.get("speculative-num-steps", 0), train.get("ttt-steps", 3)
         if steps > trained:
-            found.add(f"serving with {steps} steps, training with {trained} TTT steps", "servers.speculative.flags", f"set train.ttt-steps to at least {steps}")
+            found.add(f"serving with {steps} steps, training with {trained} TTT steps", "servers.speculative.flags",
+                      f"set train.ttt-steps to at least {steps}")
         draft, best = speculative.get("speculative-draft-model-path"), f"{train.get('output-dir')}/best"
         if draft != best:
-            found.add(f"the server takes the drafter {draft}, 04 writes {best}", "servers.speculative.flags", "make them the same unless you mean an older drafter", "warning")
+            found.add(f"the server takes the drafter {draft}, 04 writes {best}", "servers.speculative.flags",
+                      "make them the same unless you mean an older drafter", "warning")
 
 
 def on_gpu(spec: dict) -> bool:
@@ -217,7 +225,8 @@ def check_ports(run: dict, found: Findings, roles: set) -> None:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
-                found.add(f"port {port} is taken", "servers", "stop what listens there, or set another port in the run file (if it is this run's own server, all is well)")
+                found.add(f"port {port} is taken", "servers",
+                          "stop what listens there, or set another port in the run file (if it is this run's own server, all is well)")
 
 
 def check_target(run: dict, found: Findings) -> dict | None:
@@ -257,9 +266,11 @@ def check_target(run: dict, found: Findings) -> dict | None:
         name = next((name for name in spellings if name in dtypes), None)
         if name is None and not (what == "lm_head" and text.get("tie_word_embeddings")):
             packed = [key for key in dtypes if spellings[-1].rsplit(".", 1)[0] in key]
-            found.add(f"no {what}" + (f", but {packed[0]}: quantised?" if packed else " in its shards"), folder, "04 needs it in bf16, fp16 or fp32: use a checkpoint that keeps it so")
+            found.add(f"no {what}" + (f", but {packed[0]}: quantised?" if packed else " in its shards"), folder,
+                      "04 needs it in bf16, fp16 or fp32: use a checkpoint that keeps it so")
         elif name and dtypes[name] not in ("BF16", "F16", "F32"):
-            found.add(f"{name} is {dtypes[name]}", folder, "04 needs it in bf16, fp16 or fp32: use a checkpoint that keeps it so")
+            found.add(f"{name} is {dtypes[name]}", folder,
+                      "04 needs it in bf16, fp16 or fp32: use a checkpoint that keeps it so")
     wanted = role(run["servers"], "extract")["env"].get("EAGLE3_CAPTURE_LAYERS", "")
     if any(not 0 < int(layer) < layers for layer in re.findall(r"-?\d+", str(wanted))):
         found.add(f"capture layers {wanted}, the target has {layers}", "servers.extract.env", f"name layers from 1 to {layers - 1}")
@@ -294,7 +305,8 @@ def check_tokenizer(run: dict, found: Findings, config: dict | None) -> None:
             break
         wanted = f"<|im_user|>user<|im_middle|>hi<|im_end|><|im_assistant|>assistant<|im_middle|><think>{'' if thinking else '</think>'}"
         if not shown.endswith(wanted):
-            found.add(f"the template writes {shown!r}, expected ...{wanted!r} (thinking {'on' if thinking else 'off'})", folder, "download chat_template.jinja of the target")
+            found.add(f"the template writes {shown!r}, expected ...{wanted!r} (thinking {'on' if thinking else 'off'})", folder,
+                      "download chat_template.jinja of the target")
     try:
         stops = json.loads((Path(str(run["target"])) / "generation_config.json").read_text()).get("eos_token_id")
         if ids["<|im_end|>"] not in (stops if isinstance(stops, list) else [stops]):

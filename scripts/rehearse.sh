@@ -29,21 +29,28 @@ if [ -z "$toy" ] && [ ! -e "$run/target" ]; then # the target in memory, where t
   shm=$(free /dev/shm)
   if [ "${shm:-0}" -gt 30000000000 ]; then mkdir -p /dev/shm/rehearsal-target; ln -s /dev/shm/rehearsal-target "$run/target"; fi
 fi
-gpu='-' sampler=''
+sampler='' child=''
 watch_gpu() { # peak memory of the first GPU, MiB, in $run/gpu_peak
   echo - > "$run/gpu_peak"
   command -v nvidia-smi > /dev/null || return 0
-  ( peak=0; while sleep 1; do used=$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | head -1); [ "${used:-0}" -le "$peak" ] || { peak=$used; echo "$peak" > "$run/gpu_peak"; }; done ) & sampler=$!
+  ( peak=0
+    while sleep 1; do
+      used=$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | head -1)
+      [ "${used:-0}" -le "$peak" ] || { peak=$used; echo "$peak" > "$run/gpu_peak"; }
+    done ) & sampler=$!
 }
 end_watch() { [ -z "$sampler" ] || { kill "$sampler" 2>/dev/null; wait "$sampler" 2>/dev/null || true; sampler=''; }; }
-trap end_watch EXIT
+finish() { [ -z "$child" ] || kill "$child" 2>/dev/null || true; end_watch; } # quickstart.sh then stops its server
+trap finish EXIT
 trap 'exit 130' INT; trap 'exit 143' TERM HUP
 
 timed() { # timed NAME command...: seconds and GPU peak of the first call that did it, in timings.tsv
   local name=$1 began=$SECONDS code=0; shift
   ! grep -q "^$name	" "$run/timings.tsv" 2>/dev/null || return 0
   watch_gpu
-  "$@" || code=$?
+  "$@" & child=$!
+  wait "$child" || code=$?
+  child=''
   end_watch
   [ "$code" = 0 ] || exit "$code"
   printf '%s\t%s\t%s\n' "$name" $((SECONDS - began)) "$(cat "$run/gpu_peak")" >> "$run/timings.tsv"
