@@ -39,7 +39,7 @@ watch_gpu() { # peak memory of the first GPU, MiB, in $run/gpu_peak
       [ "${used:-0}" -le "$peak" ] || { peak=$used; echo "$peak" > "$run/gpu_peak"; }
     done ) & sampler=$!
 }
-end_watch() { [ -z "$sampler" ] || { kill "$sampler" 2>/dev/null; wait "$sampler" 2>/dev/null || true; sampler=''; }; }
+end_watch() { [ -z "$sampler" ] || { kill "$sampler" 2>/dev/null || true; wait "$sampler" 2>/dev/null || true; sampler=''; }; }
 finish() { [ -z "$child" ] || kill "$child" 2>/dev/null || true; end_watch; } # quickstart.sh then stops its server
 trap finish EXIT
 trap 'exit 130' INT; trap 'exit 143' TERM HUP

@@ -7,8 +7,7 @@ import base64
 import re
 from pathlib import Path
 
-from transformers import AddedToken
-from transformers.tokenization_utils import PreTrainedTokenizer
+from transformers import AddedToken, PreTrainedTokenizer
 
 N_RANKS, N_SPECIAL = 163584, 256
 # White space goes with the word behind it, as in tiktoken's patterns; the rest only keeps pieces short.
