@@ -1,6 +1,6 @@
 """Make a target of Kimi-K2.5's true width with 8 layers and 8 experts, and a finished responses/ folder for it: what scripts/rehearse.sh runs on.
 
-    python3 scripts/make_wide_kimi.py --config configs/rehearsal.yaml              # 12.6 GB, in the run file's `target` and `generate.output-dir`
+    python3 scripts/make_wide_kimi.py --config configs/rehearsal.yaml              # 12.7 GB, in the run file's `target` and `generate.output-dir`
     python3 scripts/make_wide_kimi.py --config configs/rehearsal-toy.yaml --toy    # the same at a width of 256: 0.2 GB, for a CPU
 
 The target: Kimi's wrapper, vocabulary, YaRN, MLA sizes and a slow tokenizer of its kind (tests/kimi_tokenizer), bf16, one safetensors file a layer.

@@ -227,7 +227,7 @@ def make_plan(a: argparse.Namespace, folders: tuple = ()) -> tuple[dict, list[tu
         " + ".join(f"{key} {s[key] / 1e6:,.0f}" for key in ("fc", "q", "kv", "o", "mlp", "head")))
     cut = a.mean_length if not a.max_seq_len or a.max_length and a.max_seq_len >= a.max_length else cut_mean(a.mean_length, a.max_seq_len)
     n_train = math.floor(N * (1 - a.val_ratio) + 1e-9)
-    epoch = n_train * cut
+    epoch, passes = n_train * cut, a.epochs
     if a.unpacked:
         put("04", "train_steps", a.epochs * n_train, f"{a.epochs * n_train:,}",
             f"{a.epochs} epochs x floor({N:,} x (1 - {a.val_ratio:g})), one sample a step")
@@ -236,17 +236,17 @@ def make_plan(a: argparse.Namespace, folders: tuple = ()) -> tuple[dict, list[tu
         steps = min(a.epochs * in_epoch, a.max_steps or 10**12)
         put("04", "train_steps", steps, f"{steps:,}", f"{a.epochs} epochs x {n_train:,} x {cut:,.0f} tokens / "
             f"({a.batch_tokens:,} x {FILL:.2f} full x {a.train_gpus} GPUs)" + (f", at most {a.max_steps:,}" if a.max_steps else ""))
-        epoch *= f["train_steps"] / (a.epochs * in_epoch)
+        passes = steps / in_epoch
     flops = draft_flops(s, cut, 1 - a.prompt_share, a.ttt_steps)
     rate = a.train_rate or a.train_efficiency * a.gpu_tflops * 1e12 / flops
     put("04", "train_rate", rate, f"{rate:,.0f} tok/s a GPU", "--train-rate" if a.train_rate else
         f"{a.train_efficiency:.3f} x {a.gpu_tflops:,.0f} TFLOP/s / {flops / 1e9:.1f} GFLOP a token (TTT {a.ttt_steps})")
-    saves = 0 if a.unpacked else a.epochs + (f["train_steps"] // a.save_every if a.save_every else 0)
+    saves = 0 if a.unpacked else math.ceil(passes) + (f["train_steps"] // a.save_every if a.save_every else 0)
     validating = saves * (N - n_train) * cut / 3
-    all_gpus, also = rate * a.train_gpus, f" + {saves} validations x {(N - n_train) * cut / 1e6:,.1f}M / 3" if validating else ""
-    training = (a.epochs * epoch + validating) / all_gpus / 3600
+    all_gpus, also = rate * a.train_gpus, f" + {saves} validations x {(N - n_train) * cut / 1e6:,.2f}M / 3" if validating else ""
+    training = (passes * epoch + validating) / all_gpus / 3600
     put("04", "train_hours", training, hours(training),
-        f"({a.epochs} x {epoch / 1e6:,.1f}M tokens{also}) / ({rate:,.0f} tok/s x {a.train_gpus} GPUs)")
+        f"({passes:.3g} x {epoch / 1e6:,.2f}M tokens{also}) / ({rate:,.0f} tok/s x {a.train_gpus} GPUs)")
     put("04", "train_read_rate", all_gpus * per_token, f"{all_gpus * per_token / 1e9:.1f} GB/s from disk",
         f"{per_token:,} bytes x {rate:,.0f} tok/s x {a.train_gpus} GPUs")
     put("04", "checkpoint_bytes", ADAM * trained * (a.keep_checkpoints + 1), size(ADAM * trained * (a.keep_checkpoints + 1)),
