@@ -207,8 +207,8 @@ def check_places(run: dict, found: Findings, plan: dict, stages: list) -> None:
             found.add(f"nothing can be written there ({error.strerror})", near, f"give this user a writable {place}")
             continue
         needs.setdefault(near.stat().st_dev, []).append((near, need))
-    if not {"01_generate", "03_extract", "04_train"} & set(stages):
-        return
+    if not {"01_generate", "03_extract", "04_train"} & set(stages) or not (Path(str(run["target"])) / "config.json").is_file():
+        return  # without the target the plan would count with Kimi-K2.5's sizes
     there = plan.get("disk_there", 0)  # counted as lying on the first disk: it is nearly all hidden states
     for disk in needs.values():
         need, free = sum(need for _, need in disk) - there, shutil.disk_usage(disk[0][0]).free
@@ -265,7 +265,7 @@ def check_target(run: dict, found: Findings) -> dict | None:
     for what, spellings in WEIGHTS.items():
         name = next((name for name in spellings if name in dtypes), None)
         if name is None and not (what == "lm_head" and text.get("tie_word_embeddings")):
-            packed = [key for key in dtypes if spellings[-1].rsplit(".", 1)[0] in key]
+            packed = [key for key in dtypes if spellings[1].rsplit(".", 1)[0] in key]
             found.add(f"no {what}" + (f", but {packed[0]}: quantised?" if packed else " in its shards"), folder,
                       "04 needs it in bf16, fp16 or fp32: use a checkpoint that keeps it so")
         elif name and dtypes[name] not in ("BF16", "F16", "F32"):

@@ -45,7 +45,7 @@ def commands() -> dict[str, list[str]]:
         lines += re.findall(r"`([^`\n]+)`", joined) + re.findall(r"^train: +# (.+)$", joined, re.M)
     found = {}
     for line in lines:
-        line = re.split(r"\s{2,}", line)[0]  # what stands behind a gap is prose
+        line = re.split(r"\s{2,}(?![\s-])", line)[0]  # what stands behind a gap is prose, unless it is a flag
         starts = re.match(r"(?:\w+=\S+ )*(?:python|torchrun|bash|pytest|nohup|taskset)", line)
         if starts and re.search(r"\.(py|sh)\b", line) and not re.search(r"[$({]|\.\.\.", line):
             words = words_of(line)
