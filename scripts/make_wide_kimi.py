@@ -103,7 +103,7 @@ def write_target(folder: Path, config: dict, device: str) -> None:
     embed = draw(c["vocab_size"], c["hidden_size"], c["hidden_size"] ** 0.5)  # entries of size 1: the stream's scale
     write(1, {"language_model.model.embed_tokens.weight": embed, **tiny.vision_tensors(config["vision_config"])})
     head = torch.empty_like(embed)
-    head[followers(c["vocab_size"]).to(device)] = embed * (0.3 * c["hidden_size"] ** -0.5)  # row of what follows n = embedding of n
+    head[followers(c["vocab_size"]).to(device)] = embed * (25 / c["hidden_size"])  # row of what follows n = embedding of n: its logit is about 18
     write(count, {"language_model.lm_head.weight": head, "language_model.model.norm.weight": torch.ones(c["hidden_size"], dtype=torch.bfloat16)})
     del embed, head
     for layer in range(c["num_hidden_layers"]):

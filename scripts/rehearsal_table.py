@@ -78,7 +78,8 @@ def main() -> int:
     for row in table:
         print("| " + " | ".join(str(cell).ljust(width) for cell, width in zip(row, widths)) + " |")
     print(f"{args.samples} samples, {tokens:,} tokens (forecast {forecast['tokens']:,.0f}) | drafter {forecast['draft_parameters'] / 1e6:,.0f}M trained | "
-          f"{gpu or 'CPU'} | accept_length {accept['accept_length']:.2f} (training predicted {report['variants']['speculative']['prediction']['predicted']:.2f})")
+          f"{gpu or 'CPU'} | accept_length {accept['accept_length']:.2f} (training predicted "
+          f"{report['variants']['speculative']['prediction']['predicted']:.2f} over the whole responses)")
     same = [variants["speculative"]["same_text"] for _, variants in levels]
     for difference in (found for text in same for found in text["differences"]):
         print(f"differs: {json.dumps(difference)}")
