@@ -42,7 +42,7 @@ def test_177230_steps_are_five_epochs_of_95_percent():
 def test_kimis_bytes_and_parameters():
     f = figures("--num-kv-heads", 64)
     assert f["hidden_states_bytes"] == 57349 * f["tokens"]
-    assert round(f["draft_parameters"] / 1e6) == 1191  # as counted for DESIGN's drafter: fc 154, qkv 352, o 59, MLP 396, head 229
+    assert round(f["draft_parameters"] / 1e6) == 1191  # fc 154, qkv 352, o 59, MLP 396, head 229
     assert 16e9 < f["checkpoint_bytes"] / 3 < 17.5e9   # 04's docstring: 17 GB
     assert 590e9 < f["target_bytes"] < 600e9
 
