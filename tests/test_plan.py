@@ -1,0 +1,117 @@
+"""scripts/plan.py: the runs whose figures are known, 04's own arithmetic, and what does not fit."""
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, TINY_KIMI, load_script
+
+plan, train, bench = load_script("plan"), load_script("04_train"), load_script("bench_train")
+
+
+def run(*argv) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(ROOT / "scripts/plan.py"), *map(str, argv)], cwd=ROOT, text=True, capture_output=True)
+
+
+def figures(*argv) -> dict:
+    done = run("--json", *argv)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_known_runs_come_out_within_a_tenth():
+    done = run("--known")
+    assert done.returncode == 0
+    rows = [line.rsplit(maxsplit=1)[1] for line in done.stdout.splitlines()[1:]]
+    assert len(rows) == 6 and all(abs(float(row.strip("%"))) < 10 for row in rows)
+
+
+def test_a_known_figure_that_is_missed_fails(monkeypatch, capsys):
+    what, flags, known = plan.KNOWN[1]
+    monkeypatch.setattr(plan, "KNOWN", [(what, flags, {**known, "train_hours": 9.2})])
+    assert plan.main(["--known"]) == 1
+
+
+def test_177230_steps_are_five_epochs_of_95_percent():
+    f = figures("--samples", 37312, "--val-ratio", 0.05, "--unpacked", "--train-rate", 2800)
+    assert f["train_steps"] == 5 * int(37312 * 0.95) == 177230
+
+
+def test_kimis_bytes_and_parameters():
+    f = figures("--num-kv-heads", 64)
+    assert f["hidden_states_bytes"] == 57349 * f["tokens"]
+    assert round(f["draft_parameters"] / 1e6) == 1191  # fc 154, qkv 352, o 59, MLP 396, head 229
+    assert 16e9 < f["checkpoint_bytes"] / 3 < 17.5e9   # 04's docstring: 17 GB
+    assert 590e9 < f["target_bytes"] < 600e9
+
+
+@pytest.mark.parametrize("flags, known", [
+    (["--num-kv-heads", 64], 46524), (["--num-kv-heads", 8], 54691),
+    (["--num-kv-heads", 64, "--mean-length", 4096, "--max-seq-len", 4096, "--prompt-share", 0], 32924),
+    (["--num-kv-heads", 64, "--mean-length", 4096, "--max-seq-len", 4096, "--prompt-share", 0, "--ttt-steps", 7], 15042),
+    (["--num-kv-heads", 8, "--mean-length", 4096, "--max-seq-len", 4096, "--prompt-share", 0], 37577)])
+def test_training_rate_against_what_was_measured_on_an_h200(flags, known):
+    assert figures("--gpu-tflops", 989, *flags)["train_rate"] == pytest.approx(known, rel=0.1)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 64])
+def test_drafter_is_04s_own(kv_heads):
+    shape = train.Shape(**{key: value for key, value in bench.KIMI.items()}, kv_heads=kv_heads)
+    sizes = plan.draft_sizes(plan.KIMI, 32000, kv_heads)
+    assert sum(value for key, value in sizes.items() if key != "width") == sum(np.prod(s) for s in shape.weights().values())
+    T, query = 1500, 1000  # rows that carry loss: the last 1,000; row i of them sees 500 + i + 1 keys
+    exact = shape.flops(T, query, sum(500 + i + 1 for i in range(query)), 3)
+    assert plan.draft_flops(sizes, T, query / T, 3) * T == pytest.approx(exact, rel=0.001)
+
+
+def test_target_bytes_of_the_tiny_target():
+    found = figures("--target-config", TINY_KIMI / "config.json")["target_bytes"]
+    assert found == pytest.approx((TINY_KIMI / "model.safetensors").stat().st_size, rel=0.05)
+
+
+def test_mean_after_a_cut():
+    drawn = np.random.default_rng(0).lognormal(np.log(1730) - plan.SIGMA**2 / 2, plan.SIGMA, 200_000)
+    assert plan.cut_mean(1730, 2048) == pytest.approx(np.minimum(drawn, 2048).mean(), rel=0.01)
+
+
+def test_what_does_not_fit_is_said_with_what_would():
+    done = run("--samples", 10000, "--disk", "500G")
+    line = done.stdout.splitlines()[-1]
+    assert done.returncode == 0 and line.startswith("does not fit | disk: ")
+    fitting = int(line.split(" samples would fit")[0].split(". ")[-1].replace(",", ""))
+    assert run("--samples", fitting, "--disk", "500G").stdout.splitlines()[-1].startswith("fits | ")
+    assert run("--samples", fitting + 10, "--disk", "500G").stdout.splitlines()[-1].startswith("does not fit")
+    assert "does not fit | target: " in run("--gpus", 6).stdout and "does not fit" not in run("--gpus", 8).stdout
+
+
+def test_run_file_fills_in_and_flags_win(tmp_path):
+    (tmp_path / "run.yaml").write_text(f"""run_dir: {tmp_path}/run
+target: {TINY_KIMI}
+generate: {{limit: 50}}
+extract: {{max-length: 1000}}
+train: {{epochs: 2, max-seq-len: 1000, val-ratio: 0.2, output-dir: "{{run_dir}}/out"}}
+servers: {{plain: {{flags: {{tp-size: 2}}}}, extract: {{env: {{EAGLE3_CAPTURE_LAYERS: "1,2"}}}}}}
+""")
+    f = figures("--config", tmp_path / "run.yaml")
+    assert f["tokens"] == 50 * 1000 and f["hidden_states_bytes"] == 50000 * (3 * 256 * 2 + 5) and f["disk_free"] > 0 and f["disk_there"] == 0
+    assert figures("--config", tmp_path / "run.yaml", "--samples", 60)["tokens"] == 60000
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/x").write_bytes(b"0" * 1000)
+    assert figures("--config", tmp_path / "run.yaml")["disk_there"] == 1000
+    table = run("--config", tmp_path / "run.yaml").stdout
+    assert "2 epochs x 40 x 1,000 tokens" in table and "on each of 2 GPUs" in table
+
+
+@pytest.mark.parametrize("argv, text", [
+    (["--config", "no.yaml"], "no.yaml: not a readable run file"), (["--samples", "0"], "must be above 0"), (["--unpacked"], "Give --train-rate"),
+    (["--target-config", "no.json"], "no readable config.json"), (["--no-such"], "unrecognized arguments")])
+def test_bad_input_is_one_line_and_exit_2(argv, text):
+    done = run(*argv)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and text in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_run_file_can_be_planned(path):
+    assert figures("--config", path)["tokens"] > 0
