@@ -1,7 +1,4 @@
-"""Commands that people copy: those inside the README's sentences and tables, and those in the scripts' own docstrings. Each one parses.
-
-tests/test_scripts.py holds the README's code blocks against the numbered scripts; here the other scripts' own parsers read them too.
-"""
+"""Commands that people copy: the README's, in blocks, sentences and tables, and those of the scripts' own docstrings. Each one parses."""
 import argparse
 import ast
 import inspect
