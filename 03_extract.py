@@ -202,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-disk-gb", type=float, metavar="F", help="bounded mode: never more than F GB (10^9 bytes) of samples on the disk, those on their way "
         "included; 04_train.py --follow trains on them as they land and releases them. F may change between calls, the mode may not")
     add("--log-interval", type=float, default=10, metavar="S")
-    add("--verify", action="store_true", help="afterwards, or on a complete folder: re-read and check everything")
+    add("--verify", action=argparse.BooleanOptionalAction, default=False, help="afterwards, or on a complete folder: re-read and check everything")
     add("--verifier-path", type=Path, metavar="DIR", help="the target's folder: --verify then also recomputes greedy tokens")
     add("--verify-positions", type=int, default=64, metavar="K", help="response positions a sample to recompute (0: all)")
     add("--verify-workers", type=int, default=min(8, os.cpu_count() or 1))
@@ -453,6 +453,8 @@ class Room:
         with self.lock:
             self.coming.pop(sample.id, None)
             self.sizes[sample.id] = size
+            if sample.id in self.released:  # 04 was quicker than this line
+                self.leaving.add(sample.id)
 
     def gave_up(self, sample: Sample) -> None:
         with self.lock:

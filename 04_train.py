@@ -1519,6 +1519,14 @@ def read_plan(folder: Path, max_tokens: int) -> tuple[list[dict], list[Sample]]:
     return rows, planned
 
 
+def last_needed(step_of: np.ndarray, total: int) -> np.ndarray:
+    """(total + 1,) the last position in the plan that steps 1..s need; the end for the last step, since 03 ends before 04 does."""
+    last, trained_on = np.full(total + 1, -1), step_of <= total
+    np.maximum.at(last, step_of[trained_on], np.flatnonzero(trained_on))
+    last[total] = len(step_of) - 1
+    return np.maximum.accumulate(last)
+
+
 def release_steps(sizes: np.ndarray, step_of: np.ndarray, total: int, bound: int, share: float, done: int) -> tuple[list[int], int]:
     """(steps after which to save a checkpoint and release, least bound that would do), from the plan alone.
 
@@ -1526,11 +1534,7 @@ def release_steps(sizes: np.ndarray, step_of: np.ndarray, total: int, bound: int
     03 sends in the plan's order. So before step s can be taken, all files up to the last one that steps 1..s need may lie there, except those
     released at the last checkpoint c: these must fit. Where they always do, 03 and 04 never wait for each other.
     """
-    last = np.full(total + 1, -1)
-    trained_on = step_of <= total
-    np.maximum.at(last, step_of[trained_on], np.flatnonzero(trained_on))
-    last = np.maximum.accumulate(last)
-    last[total] = len(sizes) - 1  # 03 ends before 04 does
+    last, trained_on = last_needed(step_of, total), step_of <= total
     upto = np.concatenate([[0], np.cumsum(sizes)])[last + 1]  # (total + 1,) bytes up to the last file that steps 1..s need
     trained = np.cumsum(np.bincount(step_of[trained_on], sizes[trained_on], total + 1)).astype(np.int64)  # (total + 1,) of steps 1..s
     room = share * (bound - int(sizes[~trained_on].sum()))
@@ -1586,15 +1590,17 @@ class Follow:
         return int(read_json(path)["max_disk_gb"] * 1e9) if path.exists() else None
 
     def plan(self, train: list[Sample], val: list[Sample], schedule: list) -> None:
-        """Which step has which sample behind it. One that no step uses goes with its neighbours. Raises UserError."""
+        """Which step has which sample behind it. One without loss, which no step uses, goes with the first step that needs a later one."""
         self.total = len(schedule)
         self.step_of = {sample.id: self.total + 1 for sample in val}
         for step, (_, bins) in enumerate(schedule, 1):
             self.step_of |= {train[i].id: step for indices in bins for i in indices}
-        latest = 1
-        for row in self.rows:
-            step = self.step_of.setdefault(row["id"], latest)
-            latest = max(latest, step) if step <= self.total else latest
+        last = last_needed(np.array([self.step_of.get(row["id"], self.total + 1) for row in self.rows]), self.total)
+        self.unused = {}  # by step; it waits for them, so that none of them lands after their release
+        for i, row in enumerate(self.rows):
+            if row["id"] not in self.step_of:
+                self.step_of[row["id"]] = step = int(np.searchsorted(last, i))
+                self.unused.setdefault(step, []).append(Sample(row["id"], sample_path(self.folder, row["id"]), row["tokens"], [], None))
         self.schedule, self.train, self.val = schedule, train, val
 
     def begin(self, done: int, seen: dict | None) -> set[int]:
@@ -2324,7 +2330,7 @@ def main(argv: list[str]) -> None:
         ours = bins[rank::world]
         if follow:
             begun = time.monotonic()
-            follow.wait([train[i] for indices in bins for i in indices])
+            follow.wait([train[i] for indices in bins for i in indices] + follow.unused.get(step, []))
             window.waited += time.monotonic() - begun
         counts = sum((np.array(sample.counts(K)) for indices in (ours if follow else bins) for sample in present(indices)), np.zeros(K, np.int64))
         if follow and world > 1:  # a rank knows which of its own samples are good
