@@ -828,7 +828,7 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
             speed = run.tokens / (now - began)
             eta = duration((left - run.tokens) / speed) if speed else "unknown"
             bound = f"{room.say()} | " if room else ""
-            if room and room.waiting and not room.coming:
+            if room and room.waiting and not room.coming and now - room.last_release > args.log_interval:
                 log(f"waiting for 04_train.py --follow to release samples | next {room.waiting} | {bound}nothing was released for "
                     f"{duration(now - room.last_release)}")
             log(f"sample {done:,}/{total:,} | {speed:,.0f} tok/s | {run.bytes / 1e9 / (now - began):.2f} GB/s | "
