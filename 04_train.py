@@ -1638,7 +1638,8 @@ class Follow:
         if least > self.bound:
             raise UserError(f"{self.folder}: 03's --max-disk-gb {self.bound / 1e9:g} is too small: validation ({held / 1e9:.3f} GB) and the batches being "
                             f"filled need at least {math.ceil(least / 1e5) / 1e4:.4f}. Start 03_extract.py anew with more, or lower --val-ratio or --batch-tokens.")
-        self.place.say(f"bounded {self.bound / 1e9:,.3f} GB | least that would do {least / 1e9:,.3f} | validation stays: {held / 1e9:,.3f} | {len(saves) + 1} releases to come")
+        self.place.say(f"bounded {self.bound / 1e9:,.3f} GB | least that would do {least / 1e9:,.3f} GB | validation stays: {held / 1e9:,.3f} GB"
+                       f" | {len(saves) + 1} releases to come")
         return set(saves)
 
     def poll(self) -> None:
@@ -1719,7 +1720,8 @@ class Follow:
         count, agreed, predicted = (self.seen[key] + self.mine[key] for key in ("samples", "agreed", "predicted"))
         damaged = {name: problem for name, problem in (self.seen["problems"] | self.mine["problems"]).items() if problem != QUARANTINED}
         if len(damaged) > max(1, MAX_BAD * count):
-            raise UserError(f"{self.folder}: {len(damaged)} of {count} samples were bad, at last {sample_path(self.folder, max(damaged))} ({damaged[max(damaged)]}). "
+            name = max(damaged)
+            raise UserError(f"{self.folder}: {len(damaged)} of {count} samples were bad, one of them {sample_path(self.folder, name)} ({damaged[name]}). "
                             "See to the disk and the server; then begin both stages in new folders.")
         if predicted >= 100 and agreed < MIN_AGREEMENT * predicted:
             raise UserError(f"{self.folder}: only {agreed / predicted:.1%} of the response tokens are the argmax of lm_head(last_hidden_states). "
@@ -1764,7 +1766,8 @@ class Follow:
             self.there.discard(name)
             self.count += 1
         held = sum(size for _, size in files.values()) - freed
-        self.place.say(f"released {len(going):,} samples behind step {step}, {len(self.released) + self.count:,} in all | {freed / 1e9:,.3f} GB | disk {held / 1e9:,.3f}/{self.bound / 1e9:,.3f} GB")
+        self.place.say(f"released {len(going):,} samples behind step {step}, {len(self.released) + self.count:,} in all | {freed / 1e9:,.3f} GB"
+                       f" | disk {held / 1e9:,.3f}/{self.bound / 1e9:,.3f} GB")
 
     def finish(self) -> str:
         """sha256 of 03's manifest, once 03 is done, too."""
@@ -2245,8 +2248,9 @@ def main(argv: list[str]) -> None:
         missing = {sample.id for sample in planned} - {row["id"] for row in inputs.index}
         dropped |= {QUARANTINED: len(missing)} if missing else {}
     truncated = sum(sample.truncated for sample in (found.values() if found else planned))
-    say(f"data {len(train)} train, {len(val)} validation, {'as planned' if follow else f'{sum(dropped.values())} skipped'}, {truncated} truncated | {tokens:,} tokens, "
-        f"{sum(sample.counts(1)[0] for sample in train) / tokens:.1%} in the loss | {'' if follow else f'argmax {agreement:.1%} | '}{total} steps, {len(epochs[0])} in the first epoch")
+    checked = ("as planned", "") if follow else (f"{sum(dropped.values())} skipped", f" | argmax {agreement:.1%}")
+    say(f"data {len(train)} train, {len(val)} validation, {checked[0]}, {truncated} truncated | {tokens:,} tokens, "
+        f"{sum(sample.counts(1)[0] for sample in train) / tokens:.1%} in the loss{checked[1]} | {total} steps, {len(epochs[0])} in the first epoch")
 
     # The drafter: fresh, another one's weights, or the last checkpoint of this run.
     draft = Drafter(shape, place.dtype, place.device, inputs.target.tensor("embed"), head[inputs.draft_ids], inputs.draft_ids, args.max_seq_len + K)
