@@ -41,26 +41,28 @@ def written(folder: Path) -> dict:
     return {"manifest": manifest, "index": (folder / "index.jsonl").read_text(), "plan": (folder / "plan.jsonl").read_text()}
 
 
+def disk_use(folder: Path) -> int:
+    """Bytes of samples in `folder`, .incoming included; others move and remove files meanwhile."""
+    sizes = {}  # by inode: a file may move from one folder to the other
+    for top in (folder / ".incoming", folder):
+        for path in [*top.glob("*/*.safetensors"), *top.glob("*/*.safetensors.tmp")]:
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
 class DiskWatch(threading.Thread):
-    """The most bytes of samples that ever lay in `folder`, .incoming included, looked at every few ms."""
+    """The most bytes of samples that ever lay in `folder`, looked at every few ms."""
 
     def __init__(self, folder: Path):
         super().__init__(daemon=True)
         self.folder, self.most, self.looks, self.stop = folder, 0, 0, False
         self.start()
 
-    def look(self) -> int:
-        sizes = {}  # by inode: a file may move from one folder to the other meanwhile
-        for top in (self.folder / ".incoming", self.folder):
-            for path in [*top.glob("*/*.safetensors"), *top.glob("*/*.safetensors.tmp")]:
-                with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    sizes[status.st_ino] = status.st_size
-        return sum(sizes.values())
-
     def run(self):
         while not self.stop:
-            self.most, self.looks = max(self.most, self.look()), self.looks + 1
+            self.most, self.looks = max(self.most, disk_use(self.folder)), self.looks + 1
             time.sleep(0.003)
 
 
@@ -86,7 +88,7 @@ def run(server, tmp_path_factory):
     engine, root = server()
     chance = random.Random(0)
     prompts = [[chance.randrange(300, 2000) for _ in range(chance.choice([4, 9, 30, 140]))] for _ in range(SAMPLES)]
-    answers = post(f"{engine.url}/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}})
+    answers = post(f"{engine.url}/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}})
     (root / "responses").mkdir()
     (root / "responses/part-00000.jsonl").write_text("".join(
         json.dumps({"id": f"p{number:03d}-t0", "prompt_ids": prompt, "response_ids": answer["output_ids"]}) + "\n"
@@ -147,35 +149,40 @@ def test_bounded_gives_the_same_drafter_and_manifests(run, server, clean):
     assert "complete already" in again.stdout and again.returncode == 0
 
 
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_at_any_time_both_end_in_the_same(run, server, clean, seed):
-    """kill -9 of 03, of 04 or of both, a few times, at random moments, then the same commands again."""
+    """kill -9 of 03, of 04 and of both, at random points of what is landed and released, then the same commands again."""
     engine, _ = server()
-    commands, chance, running = bounded(run, engine.url), random.Random(seed), [None, None]
-    extract_log = []
+    commands, chance, running, codes = bounded(run, engine.url), random.Random(seed), [None, None], []
+    folder, logs = run / "hidden_states", [run / "log0", run / "log1"]
 
     def start(which: int) -> None:
-        log = open(run / f"log{which}", "a")
-        running[which] = subprocess.Popen(commands[which], cwd=ROOT, env=ENV, stdout=log, stderr=log)
+        with open(logs[which], "a") as log:
+            running[which] = subprocess.Popen(commands[which], cwd=ROOT, env=ENV, stdout=log, stderr=log)
 
-    for name in ("log0", "log1"):
-        (run / name).unlink(missing_ok=True)
-    (run / "hidden_states").mkdir()
-    with watched(run / "hidden_states", BOUND_GB * 1e9):
+    for log in logs:
+        log.unlink(missing_ok=True)
+    folder.mkdir()
+    with watched(folder, BOUND_GB * 1e9):
         start(0), start(1)
-        for victims in chance.sample([[0], [1], [0, 1], [1], [0]], 5):
-            time.sleep(chance.uniform(1, 4))
+        for at, victims in zip(sorted(chance.sample(range(10, 250), 4)), chance.sample([[0], [1], [0, 1], [1]], 4)):
+            while lines(folder / "landed.jsonl") + lines(folder / "released.jsonl") < at and None in [process.poll() for process in running]:
+                time.sleep(0.002)
             for which in victims:
                 running[which].kill()
-                extract_log.append(running[which].wait())
+                codes.append(running[which].wait())
             for which in victims:
                 start(which)
-        codes = [process.wait(timeout=300) for process in running]
-    logs = [(run / f"log{which}").read_text() for which in (0, 1)]
-    assert codes == [0, 0], logs[0][-3000:] + logs[1][-3000:]
-    assert extract_log.count(-9) >= 4  # they were at work
+        ends = [process.wait(timeout=300) for process in running]
+    said = [log.read_text() for log in logs]
+    assert ends == [0, 0], said[0][-3000:] + said[1][-3000:]
+    assert codes.count(-9) >= 4 and " resume " in said[1], codes  # they were at work, past a checkpoint
     assert drafter(run / "followed") == drafter(run / "output")
-    assert written(run / "hidden_states") == written(run / "unbounded")
+    assert written(folder) == written(run / "unbounded")
 
 
 def test_03_does_not_extract_released_samples_again(run, server, clean, monkeypatch):
@@ -289,7 +296,7 @@ class Lander(threading.Thread):
                     file.write(json.dumps({"id": row["id"], "reason": "not finite", "detail": ""}) + "\n")
                 continue
             source, place = train.sample_path(self.source, row["id"]), train.sample_path(self.folder, row["id"])
-            while sum(path.stat().st_size for path in list(self.folder.glob("??/*")) if path.exists()) + source.stat().st_size > self.bound:
+            while disk_use(self.folder) + source.stat().st_size > self.bound:
                 time.sleep(0.005)
             data = bytearray(source.read_bytes())
             if row["id"] in self.damaged:
