@@ -1532,7 +1532,7 @@ def release_steps(sizes: np.ndarray, step_of: np.ndarray, total: int, bound: int
 
     sizes (N,): most bytes of each file, in the plan's order; step_of (N,): the step that trains on it, `total` + 1 for validation, which stays.
     03 sends in the plan's order. So before step s can be taken, all files up to the last one that steps 1..s need may lie there, except those
-    released at the last checkpoint c: these must fit. Where they always do, 03 and 04 never wait for each other.
+    released at the last checkpoint c: these must fit. Where they always do, 03 and 04 never both wait.
     """
     last, trained_on = last_needed(step_of, total), step_of <= total
     upto = np.concatenate([[0], np.cumsum(sizes)])[last + 1]  # (total + 1,) bytes up to the last file that steps 1..s need
@@ -1638,6 +1638,7 @@ class Follow:
         if least > self.bound:
             raise UserError(f"{self.folder}: 03's --max-disk-gb {self.bound / 1e9:g} is too small: validation ({held / 1e9:.3f} GB) and the batches being "
                             f"filled need at least {math.ceil(least / 1e5) / 1e4:.4f}. Start 03_extract.py anew with more, or lower --val-ratio or --batch-tokens.")
+        self.release(done)  # killed between the checkpoint and its release
         self.place.say(f"bounded {self.bound / 1e9:,.3f} GB | least that would do {least / 1e9:,.3f} GB | validation stays: {held / 1e9:,.3f} GB"
                        f" | {len(saves) + 1} releases to come")
         return set(saves)
@@ -1753,6 +1754,8 @@ class Follow:
         files = {path.name.removesuffix(".safetensors"): (path, path.stat().st_size) for path in self.folder.glob("[0-9a-f][0-9a-f]/*.safetensors")}
         self.poll()
         going = [name for name in files if name in self.landed and self.step_of.get(name, self.total + 1) <= step]
+        if not going:
+            return
         with open(self.folder / "released.jsonl", "a") as file:
             file.write("".join(json.dumps({"id": name, "checksum": self.landed[name]["checksum"]}) + "\n" for name in going))
             file.flush()

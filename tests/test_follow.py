@@ -1,5 +1,6 @@
 """The bounded mode: 03 with --max-disk-gb beside 04 with --follow ends in the drafter of an unbounded run, and never takes more disk than its bound."""
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -369,6 +370,32 @@ def test_a_bound_that_is_too_small_is_one_line_at_the_start(toy, tmp_path):
     done = run_script("04_train", *toy_arguments(toy, tmp_path / "enough", tmp_path / "followed", "--follow"), env=ENV, timeout=120)
     assert done.returncode == 0, done.stderr
     assert drafter(tmp_path / "followed")["state"]
+
+
+def test_killed_between_a_checkpoint_and_its_release(toy, in_order, tmp_path, monkeypatch):
+    """With the least bound that does, 03 can only go on when 04, begun again, releases first what its checkpoint has behind it."""
+    (tmp_path / "data").mkdir()
+    for name in ("plan.jsonl", "landed.jsonl"):
+        shutil.copy(toy / "hidden_states" / name, tmp_path / "data")
+    (tmp_path / "data/bound.json").write_text('{"max_disk_gb": 1e-6}')
+    arguments = toy_arguments(toy, tmp_path / "bounded", tmp_path / "followed", "--follow")
+    with pytest.raises(train.UserError) as refused:
+        train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "refused", "--follow"))
+    Lander(toy / "hidden_states", tmp_path / "bounded", int(float(str(refused.value).split("need at least ")[1].split()[0].rstrip(".")) * 1e9))
+
+    def killed(self, step):
+        if step:
+            raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Follow, "release", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train.main(arguments)
+    gc.collect()  # the lock that the first process would have lost by dying
+    assert train.checkpoints(tmp_path / "followed") and not (tmp_path / "bounded/released.jsonl").read_text()
+    done = run_script("04_train", *arguments, env=ENV, timeout=100)
+    assert done.returncode == 0 and " resume " in done.stdout, done.stderr
+    assert drafter(tmp_path / "followed") == in_order
 
 
 def test_04_says_what_it_waits_for_and_ends_when_told(toy, tmp_path):
