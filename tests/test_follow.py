@@ -278,11 +278,14 @@ def test_the_order_is_another_than_shuffled_and_trains_on_the_same(toy, in_order
 
 
 class Lander(threading.Thread):
-    """Plays 03 in bounded mode from a finished folder: lands each sample in order, as soon as there is room; journal line first, then the rename."""
+    """Plays 03 in bounded mode from a finished folder: lands each sample in order, as soon as there is room; journal line first, then the rename.
+
+    It counts the most that each file can take, so that a bound that just does leaves nothing over.
+    """
 
     def __init__(self, source: Path, folder: Path, bound: int, failed=(), damaged=()):
         super().__init__(daemon=True)
-        self.source, self.folder, self.bound, self.failed, self.damaged, self.most = source, folder, bound, failed, damaged, 0
+        self.source, self.folder, self.bound, self.failed, self.damaged = source, folder, bound, failed, damaged
         folder.mkdir()
         shutil.copy(source / "plan.jsonl", folder)
         (folder / "bound.json").write_text(json.dumps({"max_disk_gb": bound / 1e9}))
@@ -291,13 +294,15 @@ class Lander(threading.Thread):
         self.start()
 
     def run(self):
-        for row in map(json.loads, self.lines[1:]):
+        rows = [json.loads(line) for line in self.lines[1:]]
+        most = {row["id"]: row["tokens"] * (4 * 32 * 4 + 5) + train.HEADER_BYTES for row in rows}
+        for row in rows:
             if row["id"] in self.failed:
                 with open(self.folder / "quarantine.jsonl", "a") as file:
                     file.write(json.dumps({"id": row["id"], "reason": "not finite", "detail": ""}) + "\n")
                 continue
             source, place = train.sample_path(self.source, row["id"]), train.sample_path(self.folder, row["id"])
-            while disk_use(self.folder) + source.stat().st_size > self.bound:
+            while sum(map(most.get, names(self.folder))) + most[row["id"]] > self.bound:
                 time.sleep(0.005)
             data = bytearray(source.read_bytes())
             if row["id"] in self.damaged:
@@ -378,7 +383,7 @@ def test_killed_between_a_checkpoint_and_its_release(toy, in_order, tmp_path, mo
     for name in ("plan.jsonl", "landed.jsonl"):
         shutil.copy(toy / "hidden_states" / name, tmp_path / "data")
     (tmp_path / "data/bound.json").write_text('{"max_disk_gb": 1e-6}')
-    arguments = toy_arguments(toy, tmp_path / "bounded", tmp_path / "followed", "--follow")
+    arguments = toy_arguments(toy, tmp_path / "bounded", tmp_path / "followed", "--follow", "--release-share", 1)  # it saves when it must
     with pytest.raises(train.UserError) as refused:
         train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "refused", "--follow"))
     Lander(toy / "hidden_states", tmp_path / "bounded", int(float(str(refused.value).split("need at least ")[1].split()[0].rstrip(".")) * 1e9))
