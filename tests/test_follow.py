@@ -154,7 +154,7 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_any_time_both_end_in_the_same(run, server, clean, seed):
     """kill -9 of 03, of 04 and of both, at random points of what is landed and released, then the same commands again."""
     engine, _ = server()
