@@ -7,8 +7,12 @@ The server: patches/sglang_patch.py apply, then start it with EAGLE3_CAPTURE_DIR
 and --disable-radix-cache. It sees this machine's output folder (one machine, or a shared file system). It writes each sample whole;
 this script sends the token ids, checks what arrives and renames it into place.
 
+More data than disk: with --max-disk-gb the samples present never take more than that; when they do, 03 waits until a `04_train.py --follow`
+beside it has trained on some and released them (released.jsonl). What was released counts as extracted and is not asked for again.
+
 Reads   responses/ (part-*.jsonl, manifest.json); with --verify, lm_head and the final norm of --verifier-path
-Writes  <output-dir>/<2 hex>/<id>.safetensors, index.jsonl, landed.jsonl (journal), quarantine.jsonl, verify.json, manifest.json (last)
+Writes  <output-dir>/<2 hex>/<id>.safetensors, plan.jsonl (all samples in the order of one pass), landed.jsonl (journal), quarantine.jsonl,
+        index.jsonl, verify.json, manifest.json (last)
 Size    8 * hidden_size * bytes per element + 5 bytes a token: 57,349 for Kimi-K2.5, 5.0 TB for 87.8M tokens. Time: the prefill's.
 Stop it any way, at any time; the same command goes on. Exit 2 with one line for what you can mend (server away, disk full, ...).
 Legend: T tokens of a sample, H hidden size, K positions checked.
@@ -178,6 +182,7 @@ FIRST_FILE_S = 30.0   # after the first answer: the server writes within a secon
 NEXT_FILE_S = 180.0   # without any file: a disk that is merely slow still finishes some
 NEXT_TOKEN_SHARE = 0.9  # of samples whose last state must give the token the engine itself chose (bf16 ties allow for the rest)
 NORM_TOLERANCE = 0.1
+HEADER_BYTES = 4096     # of a file, at most: its length depends on names and numbers in it
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -194,8 +199,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--request-timeout", type=float, default=900, metavar="S")
     add("--max-failed", type=float, default=0.01, metavar="SHARE", help="stop when more than this share of the samples is quarantined")
     add("--disk-check", action=argparse.BooleanOptionalAction, default=True, help="refuse to begin what does not fit on the disk")
+    add("--max-disk-gb", type=float, metavar="F", help="bounded mode: never more than F GB (10^9 bytes) of samples on the disk, those on their way "
+        "included; 04_train.py --follow trains on them as they land and releases them. F may change between calls, the mode may not")
     add("--log-interval", type=float, default=10, metavar="S")
-    add("--verify", action="store_true", help="afterwards, or on a complete folder: re-read and check everything")
+    add("--verify", action=argparse.BooleanOptionalAction, default=False, help="afterwards, or on a complete folder: re-read and check everything")
     add("--verifier-path", type=Path, metavar="DIR", help="the target's folder: --verify then also recomputes greedy tokens")
     add("--verify-positions", type=int, default=64, metavar="K", help="response positions a sample to recompute (0: all)")
     add("--verify-workers", type=int, default=min(8, os.cpu_count() or 1))
@@ -254,6 +261,17 @@ def read_ids(part: Path, sample: Sample) -> list[int]:
         file.seek(sample.offset)
         row = json.loads(file.readline())
     return (row["prompt_ids"] + row["response_ids"])[:sample.tokens]
+
+
+def write_plan(folder: Path, samples: list[Sample]) -> None:
+    """plan.jsonl: the samples in the order in which one pass trains on them, by a hash of their ids: 01 sorts by id, so that alike lie together."""
+    if not (folder / "plan.jsonl").exists():
+        write_atomic(folder / "plan.jsonl", "".join(json.dumps({"id": sample.id, "tokens": sample.tokens, "prompt_len": sample.prompt_len}) + "\n"
+                                                    for sample in sorted(samples, key=plan_key)))
+
+
+def plan_key(sample: Sample) -> str:
+    return hashlib.sha256(sample.id.encode()).hexdigest()
 
 
 def sample_path(folder: Path, sample_id: str) -> Path:
@@ -361,6 +379,115 @@ def landed(journal: Journal, folder: Path, sample: Sample) -> bool:
     return True
 
 
+# ---- Bounded mode ----
+class Tail:
+    """The whole lines that were appended to a file since the last call."""
+
+    def __init__(self, path: Path):
+        self.path, self.offset = path, 0
+
+    def new(self) -> list[dict]:
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+        data = data[:data.rfind(b"\n") + 1]
+        self.offset += len(data)
+        return [json.loads(line) for line in data.splitlines()]
+
+
+class Room:
+    """The bytes under --max-disk-gb: of files in place until 04 has released and removed them, and of samples on their way.
+
+    released.jsonl is 04's: {"id", "checksum"}, on the disk before the file goes, so that a released sample can be told from a lost one.
+    """
+
+    def __init__(self, folder: Path, limit: int, journal: Journal):
+        self.folder, self.limit, self.journal, self.lock = folder, limit, journal, threading.Lock()
+        self.sizes = {path.name.removesuffix(".safetensors"): path.stat().st_size for path in folder.glob("[0-9a-f][0-9a-f]/*")}  # in place
+        self.coming: dict[str, int] = {}  # sent: the most bytes that it can take
+        self.tail, self.released, self.leaving = Tail(folder / "released.jsonl"), {}, set()
+        self.waiting: str | None = None
+        self.last_release = time.monotonic()
+        self.poll()
+        for sample_id, checksum in self.released.items():
+            if journal.rows.get(sample_id, {}).get("checksum") != checksum:
+                raise UserError(f"{self.tail.path}: {sample_id} was released with a checksum that landed.jsonl does not have. "
+                                "The two files are of different runs: begin a new --output-dir.")
+
+    def poll(self) -> None:
+        for row in self.tail.new():
+            self.released[row["id"]] = row["checksum"]
+            self.leaving.add(row["id"])
+        for sample_id in list(self.leaving):
+            if not sample_path(self.folder, sample_id).exists():
+                self.leaving.discard(sample_id)
+                self.sizes.pop(sample_id, None)
+                self.last_release = time.monotonic()
+
+    def used(self) -> int:
+        return sum(self.sizes.values()) + sum(self.coming.values())
+
+    def enter(self, sample: Sample, run: "Extraction") -> None:
+        """Wait until `sample` fits beside all that is there or on its way. Called by one thread at a time, in the order of the plan: a later
+        sample never takes the room that an earlier one waits for, so what 04 needs next always comes. Raises UserError."""
+        while run.stop is None:
+            size = token_bytes(self.journal.facts, None)
+            with self.lock:
+                self.poll()
+                if size is None:  # unknown before the first file: that one goes alone
+                    fits, need = not self.coming, 0
+                else:
+                    need = sample.tokens * size + HEADER_BYTES
+                    fits = self.used() + need <= self.limit
+                if fits:
+                    self.coming[sample.id], self.waiting = need, None
+                    return
+                self.waiting = f"{sample.id} ({need / 1e9:,.3f} GB)"
+            if need > self.limit:
+                raise UserError(f"--max-disk-gb {self.limit / 1e9:g}: {sample.id} alone takes {need / 1e9:,.3f} GB. Allow more, or cut with --max-length.")
+            time.sleep(0.05)
+
+    def landed(self, sample: Sample, size: int) -> None:
+        with self.lock:
+            self.coming.pop(sample.id, None)
+            self.sizes[sample.id] = size
+            if sample.id in self.released:  # 04 was quicker than this line
+                self.leaving.add(sample.id)
+
+    def gave_up(self, sample: Sample) -> None:
+        with self.lock:
+            self.coming.pop(sample.id, None)
+
+    def say(self) -> str:
+        with self.lock:
+            return f"disk {self.used() / 1e9:,.3f}/{self.limit / 1e9:,.3f} GB | released {len(self.released) - len(self.leaving):,}"
+
+
+def settle(servers: list["Server"], incoming: Path, folder: Path, token: int) -> None:
+    """After a kill a server may still write what the dead process asked for, which no bound counts. It works in order: once it has answered
+    a request sent now, those files are begun, if not whole. Wait until nothing changes any more, then remove them. Raises OSError, HTTPException."""
+    body = json.dumps({"input_ids": [token], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).encode()
+    for server in servers:
+        server.ask("POST", "/generate", body, 600)
+
+    def left() -> list:
+        return sorted((path.name, path.stat().st_size) for run in own_runs(incoming, folder) for path in run.glob("*.safetensors*"))
+
+    before, deadline = None, time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            now = left()
+        except FileNotFoundError:  # renamed between the two
+            now = None
+        if now is not None and now == before:
+            break
+        before = now
+        time.sleep(0.5)
+    clean_incoming(incoming, folder)
+
+
 # ---- Servers ----
 class Server:
     """One --base-url. `epoch` counts how often it was found away: a file asked for before will not come any more."""
@@ -414,36 +541,42 @@ class Retry(Exception):
 class Extraction:
     """The samples on their way: worker threads take them from `work`; `stop` holds what ends the run."""
 
-    def __init__(self, args, parts: list[Path], servers: list[Server], journal: Journal, folder: Path, incoming: Path):
+    def __init__(self, args, parts: list[Path], servers: list[Server], journal: Journal, folder: Path, incoming: Path, room: Room | None):
         self.args, self.parts, self.servers, self.journal, self.folder, self.incoming = args, parts, servers, journal, folder, incoming
         # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
         self.run = f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-{os.getpid()}-{int(time.time())}"
         self.work: queue.SimpleQueue = queue.SimpleQueue()
-        self.lock = threading.Lock()
+        self.lock, self.turn, self.room = threading.Lock(), threading.Lock(), room
         self.stop: BaseException | None = None
         self.last_file: float | None = None
         self.tokens = self.bytes = self.active = 0
         self.quarantine_path = folder / "quarantine.jsonl"
         self.quarantine: dict[str, str] = {}
         if self.quarantine_path.exists():
-            for line in self.quarantine_path.read_text().splitlines():
-                try:
-                    row = json.loads(line)
-                    self.quarantine[row["id"]] = row["reason"]
-                except ValueError:
-                    pass  # torn by a kill: that sample is tried again
+            text = self.quarantine_path.read_bytes()
+            os.truncate(self.quarantine_path, text.rfind(b"\n") + 1)  # torn by a kill: that sample is tried again
+            for line in text[:text.rfind(b"\n") + 1].splitlines():
+                row = json.loads(line)
+                self.quarantine[row["id"]] = row["reason"]
 
     def worker(self) -> None:
         while self.stop is None:
             try:
-                sample = self.work.get_nowait()
+                with self.turn:
+                    sample = self.work.get_nowait()
+                    if self.room:
+                        self.room.enter(sample, self)
             except queue.Empty:
+                return
+            except BaseException as error:  # the main thread raises it
+                self.stop = self.stop or error
                 return
             with self.lock:
                 self.active += 1
             try:
                 self.extract(sample)
             except Quarantined as error:
+                self.sweep(sample)
                 reason, detail = error.args
                 with self.lock:
                     self.quarantine[sample.id] = reason
@@ -454,8 +587,16 @@ class Extraction:
                 log(f"quarantined {sample.id}: {reason}: {detail}")
             except BaseException as error:  # the main thread raises it
                 self.stop = self.stop or error
+            if self.room:
+                self.room.gave_up(sample)  # or it has landed
             with self.lock:
                 self.active -= 1
+
+    def sweep(self, sample: Sample) -> None:
+        """Remove what a server that died or was too slow has left of `sample`: there is room for one try."""
+        for suffix in ("safetensors", "safetensors.tmp"):
+            for path in self.incoming.glob(f"{self.run}.*/{sample.id}.{suffix}"):
+                path.unlink(missing_ok=True)
 
     def server(self) -> Server | None:
         """The server with the fewest requests, waiting while all are away; None when the run is to stop."""
@@ -474,6 +615,8 @@ class Extraction:
         ids = read_ids(self.parts[sample.file], sample)
         attempt = sent = deaths = 0
         while (server := self.server()) is not None:
+            if sent:
+                self.sweep(sample)
             sent += 1
             # A folder for each try: an aborted request of the same name may still be writing
             run = f"{self.run}.{sent}"
@@ -559,6 +702,8 @@ class Extraction:
         place.parent.mkdir(exist_ok=True)
         self.journal.add({"id": sample.id, "tokens": sample.tokens, "prompt_len": sample.prompt_len, "truncated": sample.truncated,
                           "next_token": next_token, "checksum": header["__metadata__"]["checksum"]})
+        if self.room:
+            self.journal.sync()  # before 04 sees the file, and may release it: from then on the line is all that is left of it
         try:
             os.rename(path, place)
         except OSError as error:
@@ -569,6 +714,8 @@ class Extraction:
                 os.fsync(file.fileno())
             os.replace(f"{place}.tmp", place)
             path.unlink()
+        if self.room:
+            self.room.landed(sample, size)
         with self.lock:
             self.tokens, self.bytes = self.tokens + sample.tokens, self.bytes + size
 
@@ -595,18 +742,24 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes else f"{seconds:.0f}s"
 
 
+def own_runs(incoming: Path, folder: Path) -> list[Path]:
+    return list(incoming.glob(f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-*"))
+
+
 def clean_incoming(incoming: Path, folder: Path) -> None:
     """Remove what earlier processes of this output folder asked for and never took."""
-    for path in incoming.glob(f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-*"):
+    for path in own_runs(incoming, folder):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def forecast(args, tokens: int, journal: Journal, folder: Path) -> None:
+def forecast(args, tokens: int, journal: Journal, folder: Path, room: Room | None) -> None:
     """Say how many bytes are still to come and how many fit; refuse what does not fit. Raises UserError."""
     size = token_bytes(journal.facts, args.verifier_path)
     if size is None:
         return
     need, free = tokens * size, free_bytes(folder)
+    if room:
+        need = max(0, min(need, room.limit - sum(room.sizes.values())))
     log(f"forecast {need / 1e9:,.2f} GB ({size:,} bytes a token) | disk free {free / 1e9:,.2f} GB")
     if need > free and args.disk_check:
         raise UserError(f"{folder}: {need / 1e9:,.1f} GB are to come, {free / 1e9:,.1f} GB are free. Make room, take fewer samples "
@@ -616,8 +769,12 @@ def forecast(args, tokens: int, journal: Journal, folder: Path) -> None:
 def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal, folder: Path, incoming: Path) -> Extraction:
     """Extract what is not in place yet. Raises UserError."""
     servers = [Server(url) for url in args.base_url]
-    run = Extraction(args, parts, servers, journal, folder, incoming)
-    open_samples = [sample for sample in samples if sample.id not in run.quarantine and not landed(journal, folder, sample)]
+    room = Room(folder, int(args.max_disk_gb * 1e9), journal) if args.max_disk_gb else None
+    run = Extraction(args, parts, servers, journal, folder, incoming, room)
+    released = room.released if room else {}
+    open_samples = [sample for sample in samples if sample.id not in run.quarantine and sample.id not in released and not landed(journal, folder, sample)]
+    if room:
+        open_samples.sort(key=plan_key)
     total, left = len(samples), sum(sample.tokens for sample in open_samples)
     log(f"samples {total:,} | in place {total - len(open_samples) - len(run.quarantine):,} | quarantined {len(run.quarantine):,} "
         f"| to do {len(open_samples):,} | tokens to do {left:,} | truncated {sum(sample.truncated for sample in samples):,}")
@@ -630,7 +787,13 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
                 raise UserError(f"{server.url}: not healthy (HTTP {status}). Wait until the server is ready, then run this again.")
         except (OSError, http.client.HTTPException) as error:
             raise UserError(f"{server.url}: no server answers there ({type(error).__name__}). Start it, or mend --base-url.") from None
-    forecast(args, left, journal, folder)
+    if room:
+        try:
+            settle(servers, incoming, folder, read_ids(parts[open_samples[0].file], open_samples[0])[0])
+        except (OSError, http.client.HTTPException) as error:
+            raise UserError(f"{', '.join(server.url for server in servers)}: no answer ({type(error).__name__}). Start the server again, "
+                            "then run the same command.") from None
+    forecast(args, left, journal, folder, room)
     for sample in open_samples:
         run.work.put(sample)
     threads = [threading.Thread(target=run.worker, daemon=True) for _ in range(min(args.concurrency, len(open_samples)))]
@@ -646,7 +809,7 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
         now = time.monotonic()
         if not known and journal.facts is not None:
             known = True
-            forecast(args, left - run.tokens, journal, folder)
+            forecast(args, left - run.tokens, journal, folder, room)
         if now - last_probe > 1:
             for server in servers:
                 server.probe()
@@ -664,8 +827,12 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
             done = len(journal.rows)
             speed = run.tokens / (now - began)
             eta = duration((left - run.tokens) / speed) if speed else "unknown"
+            bound = f"{room.say()} | " if room else ""
+            if room and room.waiting and not room.coming and now - room.last_release > args.log_interval:
+                log(f"waiting for 04_train.py --follow to release samples | next {room.waiting} | {bound}nothing was released for "
+                    f"{duration(now - room.last_release)}")
             log(f"sample {done:,}/{total:,} | {speed:,.0f} tok/s | {run.bytes / 1e9 / (now - began):.2f} GB/s | "
-                f"disk free {free_bytes(folder) / 1e9:,.1f} GB | quarantined {len(run.quarantine)} | servers {len(servers) - len(away)}"
+                f"{bound}disk free {free_bytes(folder) / 1e9:,.1f} GB | quarantined {len(run.quarantine)} | servers {len(servers) - len(away)}"
                 f"/{len(servers)} | eta {eta}")
             last_log = now
     if run.stop is not None:
@@ -895,6 +1062,8 @@ def main(argv: list[str]) -> None:
             raise UserError(f"--{flag.replace('_', '-')} is needed. See --help.")
     if args.concurrency < 1 or args.max_length < 0 or args.limit < 0 or args.verify_workers < 1:
         raise UserError("--concurrency and --verify-workers must be at least 1, --max-length and --limit at least 0.")
+    if args.max_disk_gb is not None and (args.max_disk_gb <= 0 or args.verify):
+        raise UserError("--max-disk-gb must be above 0, and --verify is not for it: 04_train.py --follow checks each sample before it trains on it.")
     responses = read_manifest(args.data_dir, "01_generate")
     parts = sorted(args.data_dir.glob("part-*.jsonl"))
     if not parts:
@@ -906,10 +1075,16 @@ def main(argv: list[str]) -> None:
     folder = args.output_dir.absolute()
     incoming = (args.capture_dir or folder / ".incoming").absolute()
     fixed = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs}
+    if args.max_disk_gb:
+        fixed["bounded"] = True
     lock = open_stage(folder, fixed, set())  # noqa: F841  held until the process ends
     log(f"config {json.dumps(vars(args), default=str)}")
     log(f"inputs {json.dumps(inputs)} | responses {responses.get('counts', {}).get('kept')}")
     incoming.mkdir(parents=True, exist_ok=True)
+    if args.max_disk_gb:
+        if os.stat(incoming).st_dev != os.stat(folder).st_dev:
+            raise UserError(f"--capture-dir {incoming}: --max-disk-gb needs it on the file system of {folder}, so that no sample lies there twice.")
+        write_atomic(folder / "bound.json", json.dumps({"max_disk_gb": args.max_disk_gb}) + "\n")  # 04 plans its releases by it
     journal = Journal(folder)
     try:
         if args.redo_failed:
@@ -928,6 +1103,7 @@ def main(argv: list[str]) -> None:
             verify(args, [sample for sample in samples if sample.id in kept], parts, journal, folder)
             log(f"done: {folder}")
             return
+        write_plan(folder, samples)
         clean_incoming(incoming, folder)
         run = extract_all(args, samples, parts, journal, folder, incoming)
         clean_incoming(incoming, folder)
@@ -944,6 +1120,8 @@ def main(argv: list[str]) -> None:
                                "truncated": sum(sample.truncated for sample in samples), "tokens": sum(sample.tokens for sample in samples)},
                     "versions": {"sglang": facts["sglang_version"], "patch": facts["patch_hash"]},
                     **facts, "index_sha256": index}
+        if args.max_disk_gb:
+            manifest["bounded"] = True  # index.jsonl names what was extracted; most of it has been released
         write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     except OSError as error:
         if error.errno != errno.ENOSPC:

@@ -10,6 +10,10 @@ Writes  output/best/ and output/checkpoint-<step>/ (config.json, model.safetenso
 
 The same command goes on after a crash from the last checkpoint, to the same bytes. Disk: 17 GB a checkpoint at Kimi's size.
 
+    python3 -u 04_train.py ... --follow --epochs 1     # beside 03_extract: one pass in 03's order, over samples as they land
+Where 03 runs with --max-disk-gb, samples are released (removed) once a checkpoint has them behind it; nowhere else is anything removed.
+Steps and batches are planned from 03's plan.jsonl, so they are those of `--order plan --epochs 1` on a complete folder.
+
 Training-time test (TTT; EAGLE-3, arXiv 2503.01840): step k of the draft is trained on its own hidden state of step k-1, as in serving.
 Step k at position p: token x[p+1+k], hidden h'_{k-1}[p] (step 0: fc of the target's aux states), RoPE position p+k; it sees the step-0 keys
 of positions <= p of its sample and its own position's keys of steps 1..k, and predicts token p+2+k. Target: softmax(lm_head_target(last[p+1+k])).
@@ -205,6 +209,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--output-dir", type=Path)
     p.add_argument("--finetune-from", type=Path, metavar="DIR", help="start from this drafter (a best/ or checkpoint folder) instead of fresh weights")
     p.add_argument("--epochs", type=int, default=5)
+    p.add_argument("--order", choices=("shuffle", "plan"), default="shuffle", help="plan: in the order of 03's plan.jsonl, that of --follow")
+    p.add_argument("--follow", action="store_true", help="train on samples as 03_extract lands them: one pass (--epochs 1) in its order, validation at "
+                   "the end: every batch is new to the drafter, so each step's figures are held-out ones")
+    p.add_argument("--release-share", type=float, default=0.25, metavar="F", help="--follow, bounded: save a checkpoint and release what it has behind it "
+                   "whenever that is this share of 03's bound (less validation). Smaller: 03 waits less, more checkpoints (17 GB each at Kimi's size)")
     p.add_argument("--max-steps", type=int, help="stop after this many optimizer steps (the schedule ends there)")
     p.add_argument("--lr", type=float, default=3e-5, help="peak learning rate")
     p.add_argument("--scheduler", choices=("cosine", "linear", "constant"), default="cosine")
@@ -244,7 +253,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 MAY_CHANGE = {"config", "verifier-path", "data-dir", "vocab-mapping-dir", "output-dir", "num-workers", "log-every", "keep-checkpoints", "tensorboard", "device",
-              "grad-accum"}
+              "grad-accum", "release-share"}
 
 
 # ------------------------------------------------------------------ operations
@@ -1182,7 +1191,7 @@ class Sample:
     path: Path
     tokens: int
     spans: list
-    mass: np.ndarray  # per response token t, in order: the target's probability inside the draft vocabulary, at position t - 1
+    mass: np.ndarray | None  # per response token t, in order: the target's probability inside the draft vocabulary, at position t - 1
     truncated: bool = False
 
     def counts(self, steps: int) -> list[int]:
@@ -1353,7 +1362,7 @@ def read_checked(folder: Path, cache: Path, max_tokens: int):
             if spans and sample.counts(1)[0]:
                 samples.append(sample)
             else:
-                problems[record["id"]] = "no response token within --max-seq-len"
+                problems[record["id"]] = NO_LOSS
     return samples, problems, agreed / max(1, predicted)
 
 
@@ -1412,14 +1421,14 @@ def split_samples(samples: list[Sample], ratio: float, seed: int):
     return [ranked[i] for i in order if i >= held_out], [ranked[i] for i in order if i < held_out]
 
 
-def pack(lengths: list[int], order: list[int], capacity: int) -> list[list[int]]:
-    """Bins of indices whose lengths sum to at most `capacity`: each goes into the first of 32 open bins that has room."""
+def pack(lengths: list[int], order: list[int], capacity: int, window: int = 32) -> list[list[int]]:
+    """Bins of indices whose lengths sum to at most `capacity`: each goes into the first of `window` open bins that has room."""
     full, bins = [], []  # open bins: [room, indices]
     for i in order:
         fits = next((entry for entry in bins if entry[0] >= lengths[i]), None)
         if fits is None:
-            if len(bins) == 32:
-                full.append(bins.pop(min(range(32), key=lambda j: bins[j][0]))[1])
+            if len(bins) == window:
+                full.append(bins.pop(min(range(window), key=lambda j: bins[j][0]))[1])
             fits = [capacity, []]
             bins.append(fits)
         fits[0] -= lengths[i]
@@ -1427,12 +1436,15 @@ def pack(lengths: list[int], order: list[int], capacity: int) -> list[list[int]]
     return full + [indices for _, indices in bins]
 
 
-def plan_epoch(samples: list[Sample], capacity: int, bins_per_step: int, seed: int, epoch: int) -> list[list[list[int]]]:
+def plan_epoch(samples: list[Sample], capacity: int, bins_per_step: int, seed: int, epoch: int, shuffle: bool = True) -> list[list[list[int]]]:
     """Steps of bins of sample indices. It knows nothing of ranks: 2 ranks with 1 bin each train as 1 rank with 2."""
-    order = list(range(len(samples)))
-    random.Random(f"{seed}:{epoch}").shuffle(order)
-    bins = pack([sample.tokens for sample in samples], order, capacity)
-    random.Random(f"{seed}:{epoch}:bins").shuffle(bins)  # the fullest close first
+    order, lengths = list(range(len(samples))), [sample.tokens for sample in samples]
+    if shuffle:
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        bins = pack(lengths, order, capacity)
+        random.Random(f"{seed}:{epoch}:bins").shuffle(bins)  # the fullest close first
+    else:
+        bins = pack(lengths, order, capacity, OPEN_BINS)
     return [bins[start:start + bins_per_step] for start in range(0, len(bins), bins_per_step)]
 
 
@@ -1444,17 +1456,26 @@ def learning_rate(step: int, total: int, peak: float, warmup: int, scheduler: st
     return peak * {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}[scheduler]
 
 
-def feed(bins: list[list[Sample]], load, workers: int, device, dtype):
-    """Yields (batch on the device, seconds waited for files); `workers` threads read ahead, copies run beside the computation."""
+def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wait: samples):
+    """Yields (batch on the device, seconds waited for files); `workers` threads read ahead, copies run beside the computation.
+
+    take(bin, wait) gives a bin's samples ([]: none is left, the bin is passed over), or None where they are not there yet and it shall not wait.
+    """
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+    todo, ahead = deque(bins), deque()
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        ahead = deque(pool.submit(load, samples) for samples in bins[:workers + 1])
-        for samples in [*bins[workers + 1:], *[None] * len(ahead)]:
+        def fill(wait: bool) -> None:
+            while todo and len(ahead) <= workers and (samples := take(todo[0], wait and not ahead)) is not None:
+                todo.popleft()
+                if samples:
+                    ahead.append(pool.submit(load, samples))
+
+        fill(True)
+        while ahead:
             begun = time.monotonic()
             batch = ahead.popleft().result()
             waited = time.monotonic() - begun
-            if samples is not None:
-                ahead.append(pool.submit(load, samples))
+            fill(False)  # never waits while a batch is here: what it would wait for may need the room that this one frees
             if copies:
                 with torch.cuda.stream(copies):
                     moved = batch.to(device, dtype)
@@ -1465,6 +1486,7 @@ def feed(bins: list[list[Sample]], load, workers: int, device, dtype):
                 yield moved, waited
             else:
                 yield batch.to(device, dtype), waited
+            fill(True)
 
 
 def add_noise(batch: Batch, std: float, seed: str) -> None:
@@ -1472,6 +1494,321 @@ def add_noise(batch: Batch, std: float, seed: str) -> None:
     generator = torch.Generator(batch.aux.device).manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big"))
     noise = torch.rand(batch.aux.shape, dtype=batch.aux.dtype, device=batch.aux.device, generator=generator)
     batch.aux += noise.sub_(0.5).mul_((512 * std / batch.length)[:, None].to(noise.dtype))
+
+
+# ------------------------------------------------------------------ one pass in the order of 03's plan, over samples as they land
+OPEN_BINS = 8  # each keeps its samples on the disk until it is full; 32 would pack little tighter
+HEADER_BYTES = 4096  # of a sample's file, at most (03 counts so, too)
+QUARANTINED, NO_LOSS = "quarantined by 03_extract", "no response token within --max-seq-len"
+
+
+def read_plan(folder: Path, max_tokens: int) -> tuple[list[dict], list[Sample]]:
+    """plan.jsonl: its rows {"id", "tokens", "prompt_len"}, and as samples without `mass` those of them that carry loss, in its order. Raises UserError."""
+    try:
+        rows = [json.loads(line) for line in (folder / "plan.jsonl").read_text().splitlines()]
+    except (OSError, ValueError):
+        raise UserError(f"{folder}: no readable plan.jsonl, which 03_extract.py writes when it begins. Run 03_extract.py there first.") from None
+    planned = []
+    for row in rows:
+        tokens = min(row["tokens"], max_tokens)
+        sample = Sample(row["id"], sample_path(folder, row["id"]), tokens, [[row["prompt_len"], tokens]], None, tokens < row["tokens"])
+        if row["prompt_len"] < tokens and sample.counts(1)[0]:
+            planned.append(sample)
+    if len(planned) < 2:
+        raise UserError(f"{folder}/plan.jsonl: {len(planned)} usable samples; at least 2 are needed, one of them to validate.")
+    return rows, planned
+
+
+def last_needed(step_of: np.ndarray, total: int) -> np.ndarray:
+    """(total + 1,) the last position in the plan that steps 1..s need; the end for the last step, since 03 ends before 04 does."""
+    last, trained_on = np.full(total + 1, -1), step_of <= total
+    np.maximum.at(last, step_of[trained_on], np.flatnonzero(trained_on))
+    last[total] = len(step_of) - 1
+    return np.maximum.accumulate(last)
+
+
+def release_steps(sizes: np.ndarray, step_of: np.ndarray, total: int, bound: int, share: float, done: int) -> tuple[list[int], int]:
+    """(steps after which to save a checkpoint and release, least bound that would do), from the plan alone.
+
+    sizes (N,): most bytes of each file, in the plan's order; step_of (N,): the step that trains on it, `total` + 1 for validation, which stays.
+    03 sends in the plan's order. So before step s can be taken, all files up to the last one that steps 1..s need may lie there, except those
+    released at the last checkpoint c: these must fit. Where they always do, 03 and 04 never both wait.
+    """
+    last, trained_on = last_needed(step_of, total), step_of <= total
+    upto = np.concatenate([[0], np.cumsum(sizes)])[last + 1]  # (total + 1,) bytes up to the last file that steps 1..s need
+    trained = np.cumsum(np.bincount(step_of[trained_on], sizes[trained_on], total + 1)).astype(np.int64)  # (total + 1,) of steps 1..s
+    room = share * (bound - int(sizes[~trained_on].sum()))
+    saves, saved = [], done
+    for step in range(done + 1, total):
+        if trained[step] - trained[saved] >= room or upto[step + 1] - trained[saved] > bound:
+            saves.append(step)
+            saved = step
+    return saves, int((upto[done + 1:] - trained[done:-1]).max(initial=0))
+
+
+class Follow:
+    """Samples as 03_extract lands them: waited for, checked, and released once a checkpoint has them behind it.
+
+    03 says what is there: landed.jsonl (the line, then the file), quarantine.jsonl (what will not come), bound.json (bounded mode).
+    04 says what may go: released.jsonl (the line {"id", "checksum"} is on the disk before the file goes). A sample that fails, there or here, is
+    left out of its batch; the batches stay as planned.
+    """
+
+    def __init__(self, args, inputs, head: torch.Tensor, place, rows: list[dict]):
+        self.args, self.folder, self.place, self.rows = args, args.data_dir, place, rows
+        expected = {"hidden_size": inputs.shape.hidden, "dtype": inputs.data["dtype"], "target": inputs.data["target"],
+                    "capture_layers": ",".join(map(str, inputs.layers))}
+        norm = inputs.target.tensor("norm").float() if inputs.target.name("norm") else None
+        head, draft_ids, vocab = head.to(place.device, place.dtype), inputs.draft_ids.to(place.device), len(head)
+        self.token_bytes = 4 * inputs.shape.hidden * getattr(torch, inputs.data["dtype"]).itemsize + 5
+
+        def check(row: dict, sample: Sample):
+            """(problem, sample with its mass, response tokens that are the target's argmax, those predicted)"""
+            problem, tensors = check_sample(sample.path, row, expected, vocab, norm)
+            if problem:
+                return problem, None, 0, 0
+            spans = mask_spans(tensors["loss_mask"])
+            if [[start, min(end, sample.tokens)] for start, end in spans] != sample.spans:
+                return "loss mask is not the plan's", None, 0, 0
+            mass, agreed, predicted = response_mass(tensors, spans, head, draft_ids)
+            return None, replace(sample, mass=mass.numpy()), agreed, predicted
+
+        self.check, self.workers = check, max(1, args.num_workers)
+        self.pool = ThreadPoolExecutor(self.workers)
+        self.landed, self.offset, self.fresh = {}, 0, {}  # by id: 03's line; those whose file was not seen yet
+        self.failed, self.failed_size, self.released = set(), 0, set()
+        self.there, self.unchecked, self.checks, self.busy = set(), deque(), {}, []  # files seen; of this rank's: to check; futures; those at work
+        self.seen, self.mine = self.nothing(), self.nothing()  # up to the last checkpoint, of all ranks; since then, of this one
+        self.bound, self.count = self.read_bound(), 0
+
+    @staticmethod
+    def nothing() -> dict:
+        return {"samples": 0, "problems": {}, "agreed": 0, "predicted": 0}
+
+    def read_bound(self) -> int | None:
+        path = self.folder / "bound.json"
+        return int(read_json(path)["max_disk_gb"] * 1e9) if path.exists() else None
+
+    def plan(self, train: list[Sample], val: list[Sample], schedule: list) -> None:
+        """Which step has which sample behind it. One without loss, which no step uses, goes with the first step that needs a later one."""
+        self.total = len(schedule)
+        self.step_of = {sample.id: self.total + 1 for sample in val}
+        for step, (_, bins) in enumerate(schedule, 1):
+            self.step_of |= {train[i].id: step for indices in bins for i in indices}
+        last = last_needed(np.array([self.step_of.get(row["id"], self.total + 1) for row in self.rows]), self.total)
+        self.unused = {}  # by step; it waits for them, so that none of them lands after their release
+        for i, row in enumerate(self.rows):
+            if row["id"] not in self.step_of:
+                self.step_of[row["id"]] = step = int(np.searchsorted(last, i))
+                self.unused.setdefault(step, []).append(Sample(row["id"], sample_path(self.folder, row["id"]), row["tokens"], [], None))
+        self.schedule, self.train, self.val = schedule, train, val
+
+    def begin(self, done: int, seen: dict | None) -> set[int]:
+        """Go on after step `done`. Returns the steps at which to save and release. Raises UserError."""
+        self.seen = seen or self.nothing()
+        rank, world = self.place.rank, self.place.world
+        own = [self.train[i] for _, bins in self.schedule[done:] for indices in bins[rank::world] for i in indices] + self.val[rank::world]
+        self.own = {sample.id: sample for sample in own}
+        self.awaited = {name for name, step in self.step_of.items() if step > done}
+        if self.bound is None:
+            return set()
+        path = self.folder / "released.jsonl"
+        data = path.read_bytes() if path.exists() else b""
+        data = data[:data.rfind(b"\n") + 1]  # the rest was torn by a kill
+        self.released = {json.loads(line)["id"] for line in data.splitlines()}
+        unknown = sum(self.step_of.get(name, self.total + 1) > done for name in self.released)
+        if unknown:
+            raise UserError(f"{path}: names {unknown} samples that step {done} in {self.args.output_dir} has not behind it: they were released to "
+                            "another output folder, or to a checkpoint that is gone. Name that --output-dir, or begin both stages in new folders.")
+        if rank == 0:
+            self.lock = open(self.folder / ".follow.lock", "w")
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{self.folder}: another 04_train.py --follow is at work there. Stop it first.") from None
+            with open(path, "ab") as file:
+                file.truncate(len(data))
+            sync_folder(self.folder)
+            for name in self.released:  # killed between its line and this
+                sample_path(self.folder, name).unlink(missing_ok=True)
+        sizes = np.array([row["tokens"] * self.token_bytes + HEADER_BYTES for row in self.rows])
+        step_of = np.array([self.step_of[row["id"]] for row in self.rows])
+        saves, least = release_steps(sizes, step_of, self.total, self.bound, self.args.release_share, done)
+        held = int(sizes[step_of > self.total].sum())
+        if least > self.bound:
+            raise UserError(f"{self.folder}: 03's --max-disk-gb {self.bound / 1e9:g} is too small: validation ({held / 1e9:.3f} GB) and the batches being "
+                            f"filled need at least {math.ceil(least / 1e5) / 1e4:.4f}. Start 03_extract.py anew with more, or lower --val-ratio or --batch-tokens.")
+        self.release(done)  # killed between the checkpoint and its release
+        self.place.say(f"bounded {self.bound / 1e9:,.3f} GB | least that would do {least / 1e9:,.3f} GB | validation stays: {held / 1e9:,.3f} GB"
+                       f" | {len(saves) + 1} releases to come")
+        return set(saves)
+
+    def poll(self) -> None:
+        """Take in what 03 has written. A file's line comes before the file: seen in this order, the line is that file's."""
+        arrived = [name for name in self.fresh if sample_path(self.folder, name).exists()]
+        with open(self.folder / "landed.jsonl", "rb") as file:
+            if os.fstat(file.fileno()).st_size > self.offset:
+                file.seek(self.offset)
+                data = file.read()
+                lines = data[:data.rfind(b"\n") + 1]
+                self.offset += len(lines)
+                for row in map(json.loads, lines.splitlines()):
+                    if row.get("redo"):
+                        self.landed.pop(row["id"], None)
+                    elif "id" in row and row["id"] not in self.released:
+                        self.landed[row["id"]] = row
+                        if row["id"] in self.awaited and row["id"] not in self.there:
+                            self.fresh[row["id"]] = None
+        for name in sorted(arrived, key=self.step_of.get):
+            if name in self.landed:
+                del self.fresh[name]
+                self.there.add(name)
+                if name in self.own:
+                    self.unchecked.append(name)
+        self.busy = [future for future in self.busy if not future.done()]
+        while self.unchecked and len(self.busy) < 4 * self.workers:  # few, so that they do not hold up an end
+            name = self.unchecked.popleft()
+            self.checks[name] = self.pool.submit(self.check, self.landed[name], self.own[name])
+            self.busy.append(self.checks[name])
+        quarantine = self.folder / "quarantine.jsonl"
+        size = quarantine.stat().st_size if quarantine.exists() else 0
+        if size != self.failed_size:
+            data = quarantine.read_bytes() if size else b""
+            self.failed, self.failed_size = {json.loads(line)["id"] for line in data[:data.rfind(b"\n") + 1].splitlines()}, len(data)
+
+    def known(self, sample: Sample) -> bool:
+        """Whether it is clear what becomes of it: failed, or there and, if it is this rank's, checked."""
+        if sample.id in self.there:
+            return sample.id not in self.own or sample.id in self.checks and self.checks[sample.id].done()
+        return sample.id in self.failed
+
+    def wait(self, samples: list[Sample]) -> None:
+        """Until all of them are known. Raises UserError when 03's bound shrinks meanwhile."""
+        told = time.monotonic() - 25  # the first line comes soon
+        while open_ones := [sample for sample in samples if not self.known(sample)]:
+            self.poll()
+            if time.monotonic() - told > 30 and open_ones[0].id not in self.there:
+                told = time.monotonic()
+                self.place.say(f"waiting for sample {open_ones[0].id} and {len(open_ones) - 1} more | {self.silence()}")
+                if self.bound and (self.read_bound() or 0) < self.bound:
+                    raise UserError(f"{self.folder}/bound.json: 03's --max-disk-gb is smaller than when this began. Run the same command again.")
+            time.sleep(0.02)
+
+    def silence(self) -> str:
+        return f"03 has not written for {duration(max(0, time.time() - (self.folder / 'landed.jsonl').stat().st_mtime))}"
+
+    def usable(self, samples: list[Sample]) -> list[Sample]:
+        """Of this rank's samples, all known, those to train on."""
+        return [found for sample in samples if sample.id in self.there and (found := self.checks[sample.id].result()[1])]
+
+    def take(self, samples: list[Sample], wait: bool) -> list[Sample] | None:
+        if wait:
+            self.wait(samples)
+        elif not all(map(self.known, samples)):
+            self.poll()
+        return self.usable(samples) if all(map(self.known, samples)) else None
+
+    def behind(self, samples: list[Sample]) -> None:
+        """These are done with: count what was found, forget the rest. Raises UserError when too much is wrong."""
+        for sample in samples:
+            problem, _, agreed, predicted = self.checks.pop(sample.id).result() if sample.id in self.there else (QUARANTINED, None, 0, 0)
+            self.mine["samples"] += 1
+            self.mine["agreed"] += agreed
+            self.mine["predicted"] += predicted
+            if problem:
+                self.mine["problems"][sample.id] = problem
+                log(f"skipped {sample.path} | {problem}")
+        count, agreed, predicted = (self.seen[key] + self.mine[key] for key in ("samples", "agreed", "predicted"))
+        damaged = {name: problem for name, problem in (self.seen["problems"] | self.mine["problems"]).items() if problem != QUARANTINED}
+        if len(damaged) > max(1, MAX_BAD * count):
+            name = max(damaged)
+            raise UserError(f"{self.folder}: {len(damaged)} of {count} samples were bad, one of them {sample_path(self.folder, name)} ({damaged[name]}). "
+                            "See to the disk and the server; then begin both stages in new folders.")
+        if predicted >= 100 and agreed < MIN_AGREEMENT * predicted:
+            raise UserError(f"{self.folder}: only {agreed / predicted:.1%} of the response tokens are the argmax of lm_head(last_hidden_states). "
+                            "The states are not of this target: extract again.")
+
+    def gather(self) -> dict:
+        """What was seen so far on all ranks; it belongs into the checkpoint."""
+        for part in all_ranks(self.mine, self.place):
+            self.seen = {key: self.seen[key] | value if key == "problems" else self.seen[key] + value for key, value in part.items()}
+        self.seen["problems"] = dict(sorted(self.seen["problems"].items()))
+        self.mine = self.nothing()
+        return self.seen
+
+    def validation(self) -> list[Sample]:
+        """The usable validation samples, the same on every rank. Raises UserError."""
+        self.wait(self.val)
+        own = self.val[self.place.rank::self.place.world]
+        found = {sample.id: sample for part in all_ranks(self.usable(own), self.place) for sample in part}
+        self.behind(own)
+        if not found:
+            raise UserError(f"{self.folder}: none of the {len(self.val)} validation samples is usable. Raise --val-ratio (in a new --output-dir).")
+        return [found[sample.id] for sample in self.val if sample.id in found]
+
+    def release(self, step: int) -> None:
+        """Remove the files that steps 1..`step` have behind them. A checkpoint of that step must be on the disk."""
+        if self.bound is None or self.place.rank:
+            return
+        sync_folder(self.args.output_dir)  # the checkpoint's name
+        files = {path.name.removesuffix(".safetensors"): (path, path.stat().st_size) for path in self.folder.glob("[0-9a-f][0-9a-f]/*.safetensors")}
+        self.poll()
+        going = [name for name in files if name in self.landed and self.step_of.get(name, self.total + 1) <= step]
+        if not going:
+            return
+        with open(self.folder / "released.jsonl", "a") as file:
+            file.write("".join(json.dumps({"id": name, "checksum": self.landed[name]["checksum"]}) + "\n" for name in going))
+            file.flush()
+            os.fsync(file.fileno())
+        freed = 0
+        for name in going:
+            path, size = files[name]
+            path.unlink()
+            freed += size
+            del self.landed[name]
+            self.there.discard(name)
+            self.count += 1
+        held = sum(size for _, size in files.values()) - freed
+        self.place.say(f"released {len(going):,} samples behind step {step}, {len(self.released) + self.count:,} in all | {freed / 1e9:,.3f} GB"
+                       f" | disk {held / 1e9:,.3f}/{self.bound / 1e9:,.3f} GB")
+
+    def finish(self) -> str:
+        """sha256 of 03's manifest, once 03 is done, too."""
+        told = time.monotonic() - 25
+        while not (self.folder / "manifest.json").exists():
+            if time.monotonic() - told > 30:
+                told = time.monotonic()
+                self.place.say(f"waiting for 03_extract to write its manifest | {self.silence()}")
+            time.sleep(0.1)
+        read_manifest(self.folder, "03_extract")
+        return sha256_file(self.folder / "manifest.json")
+
+
+def all_ranks(value, place) -> list:
+    parts = [value] * place.world
+    if place.world > 1:
+        dist.all_gather_object(parts, value)
+    return parts
+
+
+def wait_for_facts(folder: Path, say) -> dict:
+    """What 03 says of all its samples (target, layers, dtype, width), written with the first of them. Raises UserError."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder. Start 03_extract.py first.")
+    told = time.monotonic() - 25
+    while True:
+        try:
+            with open(folder / "landed.jsonl", "rb") as file:
+                lines = file.read(1 << 16).split(b"\n")[:-1]
+            for row in map(json.loads, lines):
+                if "facts" in row and (folder / "plan.jsonl").exists():
+                    return row["facts"]
+        except FileNotFoundError:
+            pass
+        if time.monotonic() - told > 30:
+            told = time.monotonic()
+            say(f"waiting for the first sample in {folder}: 03_extract has not written one yet")
+        time.sleep(0.2)
 
 
 # ------------------------------------------------------------------ what serving would accept
@@ -1676,9 +2013,11 @@ class Inputs:
     hashes: dict
 
 
-def read_inputs(args) -> Inputs:
-    data = read_manifest(args.data_dir, "03_extract")
+def read_inputs(args, say) -> Inputs:
     read_manifest(args.vocab_mapping_dir, "02_build_vocab")
+    data = wait_for_facts(args.data_dir, say) if args.follow else read_manifest(args.data_dir, "03_extract")
+    if data.get("bounded"):
+        raise UserError(f"{args.data_dir}: extracted in bounded mode, so most of its samples are gone. Only the --follow run that trained on them can go on.")
     target = Target(args.verifier_path)
     if target.config.get("hidden_size") != data["hidden_size"]:
         raise UserError(f"{args.data_dir}: states of hidden size {data['hidden_size']}, the target at {args.verifier_path} has {target.config.get('hidden_size')}.")
@@ -1686,10 +2025,13 @@ def read_inputs(args) -> Inputs:
     layers = [int(layer) for layer in str(data["capture_layers"]).strip("[]").split(",")]
     shape = draft_shape(args, target.config, len(draft_ids))
     config_json = draft_config(shape, target.config, layer_ids(layers, args.serve_sglang_version or data["sglang_version"]), args.export_dtype)
-    hashes = {"hidden_states": sha256_file(args.data_dir / "manifest.json"), "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),
+    source = {"plan": "plan.jsonl"} if args.follow else {"hidden_states": "manifest.json"}
+    hashes = {**{name: sha256_file(args.data_dir / file) for name, file in source.items()}, "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),
               "target_config": sha256_file(args.verifier_path / "config.json")}
     if args.finetune_from:
         hashes["finetune_from"] = sha256_file(args.finetune_from / "model.safetensors")
+    if args.follow:
+        return Inputs(data, [], target, draft_ids, layers, shape, config_json, hashes)
     index = args.data_dir / "index.jsonl"
     if not index.is_file() or sha256_file(index) != data["index_sha256"]:
         raise UserError(f"{index}: missing, or not the one that manifest.json was written for. Run 03_extract.py again.")
@@ -1745,8 +2087,8 @@ class Journal:
             self.writer.add_scalar(key, value, row["step"])
 
 
-def save_checkpoint(args, trainer: Trainer, inputs: Inputs, best: dict, provenance: dict) -> None:
-    """checkpoint-<step>/ as SGLang loads it, with training_state/ in it; then best/; then the oldest go."""
+def save_checkpoint(args, trainer: Trainer, inputs: Inputs, best: dict | None, provenance: dict, seen: dict | None) -> None:
+    """checkpoint-<step>/ as SGLang loads it, with training_state/ in it; then best/; then the oldest go. seen: what --follow has behind it."""
     output, step = args.output_dir, trainer.step
     folder, temporary = output / f"checkpoint-{step}", output / f"checkpoint-{step}.tmp"
     (temporary / "training_state").mkdir(parents=True)
@@ -1754,30 +2096,35 @@ def save_checkpoint(args, trainer: Trainer, inputs: Inputs, best: dict, provenan
     (temporary / "config.json").write_text(json.dumps(inputs.config_json, indent=1) + "\n")
     (temporary / "eagle3.json").write_text(json.dumps(provenance, indent=1) + "\n")
     save_file(trainer.tensors(), temporary / "training_state" / "state.safetensors")
-    (temporary / "training_state" / "state.json").write_text(json.dumps({"step": step, "best": best}) + "\n")
+    (temporary / "training_state" / "state.json").write_text(json.dumps({"step": step, "best": best} | ({"seen": seen} if seen else {})) + "\n")
     replace_folder(temporary, folder)
-    make_best(output, best["step"])
+    if best:
+        make_best(output, best["step"])
     for _, old in checkpoints(output)[:-args.keep_checkpoints]:
         shutil.rmtree(old)
 
 
-def load_checkpoint(folder: Path, trainer: Trainer) -> dict:
-    """Fills the trainer; returns the best so far, {"step", "accept_length"}."""
+def write_val_ids(output: Path, val: list[Sample]) -> None:
+    write_atomic(output / "val_ids.json", json.dumps({"ids": [sample.id for sample in val]}, indent=1) + "\n")
+
+
+def load_checkpoint(folder: Path, trainer: Trainer) -> tuple[dict | None, dict | None]:
+    """Fills the trainer; returns the best so far, {"step", "accept_length"}, and what --follow had behind it."""
     state = read_json(folder / "training_state" / "state.json")
     stored = load_file(folder / "training_state" / "state.safetensors")
     for name, tensor in trainer.tensors().items():
         tensor.copy_(stored[name])
     trainer.draft.refresh()
     trainer.step = state["step"]
-    return state["best"]
+    return state["best"], state.get("seen")
 
 
-def provenance(args, inputs: Inputs, step: int, prediction: dict, agreement: float) -> dict:
+def provenance(args, inputs: Inputs, step: int, prediction: dict | None, agreement: float) -> dict:
     """eagle3.json: what the drafter was made from, and what serving it should show (05_benchmark compares)."""
     offsets = inputs.draft_ids - torch.arange(len(inputs.draft_ids))
     return {"schema": SCHEMA, "step": step, "prediction": prediction, "capture_layers": inputs.layers, "target": inputs.data["target"],
             "sglang_version": inputs.data["sglang_version"], "serve_sglang_version": args.serve_sglang_version or inputs.data["sglang_version"],
-            "hidden_states_manifest": inputs.hashes["hidden_states"], "vocab_mapping_manifest": inputs.hashes["vocab_mapping"],
+            "hidden_states_manifest": inputs.hashes.get("hidden_states"), "vocab_mapping_manifest": inputs.hashes["vocab_mapping"],
             "hidden_size": inputs.shape.hidden, "draft_vocab_size": inputs.shape.draft_vocab, "max_seq_len": args.max_seq_len,
             "target_argmax_share": agreement, "config": inputs.config_json, "d2t_sha256": hashlib.sha256(offsets.numpy().tobytes()).hexdigest()}
 
@@ -1836,6 +2183,10 @@ def check_args(args) -> None:
     if any(getattr(args, name) < 1 for name in at_least_1) or not 0 < args.val_ratio < 1 or not 0 <= args.ema < 1 or (args.max_steps or 1) < 1:
         raise UserError(f"{', '.join('--' + name.replace('_', '-') for name in at_least_1)} and --max-steps must be at least 1, "
                         "--val-ratio between 0 and 1, --ema at least 0 and below 1.")
+    if args.follow and (args.epochs != 1 or args.max_steps or not 0 < args.release_share <= 1):
+        raise UserError("--follow is one pass: it needs --epochs 1, no --max-steps (cut with 03's --limit), and a --release-share above 0, at most 1.")
+    if args.follow:
+        args.order = "plan"
     if args.step_weights and len(args.step_weights) != args.ttt_steps:
         raise UserError(f"--step-weights: {len(args.step_weights)} of them for --ttt-steps {args.ttt_steps}.")
     if args.num_draft_steps > args.ttt_steps:
@@ -1852,11 +2203,12 @@ def target_head(inputs: Inputs) -> torch.Tensor:
 def main(argv: list[str]) -> None:
     args = parse_args(build_parser(), "train", argv)
     check_args(args)
-    place, inputs = set_up(args), read_inputs(args)
+    place = set_up(args)
+    inputs = read_inputs(args, place.say)
     K, output, shape, say = args.ttt_steps, args.output_dir, inputs.shape, place.say
 
     config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    config |= {"dtype": str(place.dtype).split(".")[1], "bins-per-step": place.world * args.grad_accum, "inputs": inputs.hashes, "draft": asdict(shape)}
+    config |= {"dtype": str(place.dtype).split(".")[1], "bins-per-step": place.world * args.grad_accum, "inputs": dict(inputs.hashes), "draft": asdict(shape)}
     if place.rank == 0:
         lock = open_stage(output, config, MAY_CHANGE)  # noqa: F841  held till the process ends
         repair(output)
@@ -1871,19 +2223,37 @@ def main(argv: list[str]) -> None:
         say(f"done: {output}")
         return
 
-    # Data: every file is read and compared once, then packed into steps.
+    # Data: every file is read and compared once, then packed into steps; with --order plan they are packed as planned, and what is bad left out.
     head = target_head(inputs)
-    samples, dropped, agreement = usable_samples(args, inputs, head, place)
-    train, val = split_samples(samples, args.val_ratio, args.seed)
-    epochs = [plan_epoch(train, args.batch_tokens, place.world * args.grad_accum, args.seed, epoch) for epoch in range(args.epochs)]
+    follow, found, dropped, agreement = None, {}, {}, 0.0
+    if not args.follow:
+        samples, dropped, agreement = usable_samples(args, inputs, head, place)
+        found = {sample.id: sample for sample in samples}
+    if args.order == "plan":
+        rows, planned = read_plan(args.data_dir, args.max_seq_len)
+        train, val = split_samples(planned, args.val_ratio, args.seed)
+        position = {row["id"]: i for i, row in enumerate(rows)}
+        train.sort(key=lambda sample: position[sample.id])
+    else:
+        train, val = split_samples(samples, args.val_ratio, args.seed)
+    epochs = [plan_epoch(train, args.batch_tokens, place.world * args.grad_accum, args.seed, epoch, args.order == "shuffle") for epoch in range(args.epochs)]
     if len(epochs[0][0]) < place.world:
         raise UserError(f"{len(train)} training samples fill {len(epochs[0][0])} micro-batches, fewer than the {place.world} ranks. Use fewer, or a lower --batch-tokens.")
     schedule = [(epoch, bins) for epoch, steps in enumerate(epochs) for bins in steps][:args.max_steps]
     total, warmup = len(schedule), math.ceil(args.warmup_ratio * len(schedule))
     saves = set(np.cumsum([len(steps) for steps in epochs]).tolist()) | {total} | set(range(0, total, args.save_every or total))
-    truncated, tokens = sum(sample.truncated for sample in samples), sum(sample.tokens for sample in train)
-    say(f"data {len(train)} train, {len(val)} validation, {sum(dropped.values())} skipped, {truncated} truncated | {tokens:,} tokens, "
-        f"{sum(sample.counts(1)[0] for sample in train) / tokens:.1%} in the loss | argmax {agreement:.1%} | {total} steps, {len(epochs[0])} in the first epoch")
+    tokens = sum(sample.tokens for sample in train)
+    if args.follow:
+        follow = Follow(args, inputs, head, place, rows)
+        follow.plan(train, val, schedule)
+    elif args.order == "plan":
+        val = [found[sample.id] for sample in val if sample.id in found]
+        missing = {sample.id for sample in planned} - {row["id"] for row in inputs.index}
+        dropped |= {QUARANTINED: len(missing)} if missing else {}
+    truncated = sum(sample.truncated for sample in (found.values() if found else planned))
+    checked = ("as planned", "") if follow else (f"{sum(dropped.values())} skipped", f" | argmax {agreement:.1%}")
+    say(f"data {len(train)} train, {len(val)} validation, {checked[0]}, {truncated} truncated | {tokens:,} tokens, "
+        f"{sum(sample.counts(1)[0] for sample in train) / tokens:.1%} in the loss{checked[1]} | {total} steps, {len(epochs[0])} in the first epoch")
 
     # The drafter: fresh, another one's weights, or the last checkpoint of this run.
     draft = Drafter(shape, place.dtype, place.device, inputs.target.tensor("embed"), head[inputs.draft_ids], inputs.draft_ids, args.max_seq_len + K)
@@ -1892,19 +2262,34 @@ def main(argv: list[str]) -> None:
         draft.load(load_file(args.finetune_from / "model.safetensors"))
     else:
         draft.initialise(args.seed)
-    trainer, best = Trainer(draft, args), None
+    trainer, best, seen = Trainer(draft, args), None, None
     if checkpoints(output):
-        best = load_checkpoint(checkpoints(output)[-1][1], trainer)
+        best, seen = load_checkpoint(checkpoints(output)[-1][1], trainer)
         say(f"resume {checkpoints(output)[-1][1]}")
     say(f"drafter {draft.master.flat.numel() / 1e6:.2f}M trained | {json.dumps(inputs.config_json['eagle_config'])}")
     if place.rank == 0:
         journal = Journal(output, trainer.step, args.tensorboard)
-        write_atomic(output / "val_ids.json", json.dumps({"ids": [sample.id for sample in val]}, indent=1) + "\n")
+        if not follow:
+            write_val_ids(output, val)
         if best:
             make_best(output, best["step"])
+    if follow:
+        saves |= follow.begin(trainer.step, seen)
 
-    def validate_and_save(best):
+    def validate_and_save(best, val):
         """Evaluate, write checkpoint-<step> and, if it predicts the longest accept_length so far, best/. Returns the best."""
+        agreement_now = agreement
+        if follow:
+            if trainer.step == total:  # before, some of the validation samples have not landed
+                inputs.hashes["hidden_states"], val = follow.finish(), follow.validation()
+            seen = follow.gather()
+            agreement_now = seen["agreed"] / max(1, seen["predicted"])
+            if trainer.step < total:
+                if place.rank == 0:
+                    save_checkpoint(args, trainer, inputs, None, provenance(args, inputs, trainer.step, None, agreement_now), seen)
+                return None
+            if place.rank == 0:
+                write_val_ids(output, val)
         with draft.using(trainer.average):
             found = evaluate(draft, val, args, place)
         prediction = found.pop("prediction")
@@ -1914,7 +2299,7 @@ def main(argv: list[str]) -> None:
             journal.add({"step": trainer.step, **{f"val_{key}": value for key, value in found.items()}})
             say(f"validation step {trainer.step}/{total} | loss_k {listed(found, 'loss', K)} | full_acc {listed(found, 'full_acc', K)} | cond_acc {listed(found, 'cond_acc', K)}"
                 f" | accept_length {found['accept_length']:.3f} | by position {' '.join(f'{share:.3f}' for share in prediction['accept_by_position'])}")
-            save_checkpoint(args, trainer, inputs, best, provenance(args, inputs, trainer.step, prediction, agreement))
+            save_checkpoint(args, trainer, inputs, best, provenance(args, inputs, trainer.step, prediction, agreement_now), follow and seen)
         if place.world > 1:
             dist.barrier()
         return best
@@ -1925,9 +2310,22 @@ def main(argv: list[str]) -> None:
     mine = [(epoch, indices) for epoch, bins in schedule[done:] for indices in bins[rank::world]]
     load = functools.partial(collate, steps=K, hidden=shape.hidden, pin=place.device.type == "cuda")
 
+    def present(indices, wait=True):
+        """The samples of a planned micro-batch without those that failed; None where --follow would have to wait and shall not."""
+        members = [train[i] for i in indices]
+        return follow.take(members, wait) if follow else [found[sample.id] for sample in members if sample.id in found]
+
     def micro_batches():
-        fed = feed([[train[i] for i in indices] for _, indices in mine], load, args.num_workers, place.device, place.dtype)
-        for (epoch, indices), (batch, waited) in zip(mine, fed):
+        ahead = deque()
+
+        def take(planned, wait):
+            samples = present(planned[1], wait)
+            if samples:
+                ahead.append(planned)
+            return samples
+
+        for batch, waited in feed(mine, load, args.num_workers, place.device, place.dtype, take):
+            epoch, indices = ahead.popleft()
             window.waited += waited
             window.flops += batch.flops(shape, K)
             if args.noise_std:
@@ -1936,14 +2334,24 @@ def main(argv: list[str]) -> None:
 
     batches, started = micro_batches(), time.monotonic()
     for step, (epoch, bins) in enumerate(schedule[done:], done + 1):
-        counts = np.sum([train[i].counts(K) for indices in bins for i in indices], 0)
+        ours = bins[rank::world]
+        if follow:
+            begun = time.monotonic()
+            follow.wait([train[i] for indices in bins for i in indices] + follow.unused.get(step, []))
+            window.waited += time.monotonic() - begun
+        counts = sum((np.array(sample.counts(K)) for indices in (ours if follow else bins) for sample in present(indices)), np.zeros(K, np.int64))
+        if follow and world > 1:  # a rank knows which of its own samples are good
+            dist.all_reduce(torch.from_numpy(counts))
+        members = [present(indices) for indices in ours]
         lr = learning_rate(step - 1, total, args.lr, warmup, args.scheduler)
-        sums = trainer.update(batches, len(bins[rank::world]), counts, lr)
+        sums = trainer.update(batches, sum(map(bool, members)), counts, lr)
         window.sums, window.counts = window.sums + sums.double(), window.counts + counts
         window.tokens += sum(train[i].tokens for indices in bins for i in indices)
         if pending:  # the step before this one: the GPU is done with it, or nearly so, and has this one to go on with
             stop_if_not_finite(*pending)
-        pending = step, HostCopy(sums), output, [train[i] for indices in bins[rank::world] for i in indices]
+        pending = step, HostCopy(sums), output, sum(members, [])
+        if follow:
+            follow.behind([train[i] for indices in ours for i in indices])
 
         saving = step in saves
         if saving or step % args.log_every == 0 or step == 1:
@@ -1961,9 +2369,19 @@ def main(argv: list[str]) -> None:
                 f"{usage(window.flops / seconds, place)} | data wait {window.waited / seconds:.0%}"
                 f" | eta {duration((time.monotonic() - started) / (step - done) * (total - step))}")
             if saving:
-                best = validate_and_save(best)
+                best = validate_and_save(best, val)
+                if follow and step < total:
+                    follow.release(step)
             window = Window(K)
 
+    if follow:
+        inputs.hashes["hidden_states"] = follow.finish()
+        follow.release(total)
+        problems = follow.seen["problems"]
+        samples, val = ([sample for sample in some if sample.id not in problems] for some in (planned, val))
+        truncated = sum(sample.truncated for sample in samples)
+        reasons = [*problems.values(), *[NO_LOSS] * (len(rows) - len(planned))]
+        dropped = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
     if place.rank == 0:
         plot(journal.rows, output / "training.png")
         fixed = {key: value for key, value in config.items() if key not in MAY_CHANGE}

@@ -1,0 +1,447 @@
+"""The bounded mode: 03 with --max-disk-gb beside 04 with --follow ends in the drafter of an unbounded run, and never takes more disk than its bound."""
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import ROOT, TINY_KIMI, load_script, post, run_script
+from train_reference import random_sample, write_hidden_states, write_mapping, write_sample, write_target
+
+train, extract = load_script("04_train"), load_script("03_extract")
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+# One request a prefill: the last bits of a float depend on what else is in the batch, and here bytes are compared
+FLAGS = {"max_running_requests": 1, "chunked_prefill_size": 128}
+SAMPLES, BOUND_GB = 150, 0.012
+
+
+def drafter(output: Path) -> dict[str, str]:
+    """sha256 of what training made: the drafter and its whole training state at the end."""
+    last = train.checkpoints(output)[-1][1]
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in
+            {"drafter": output / "best/model.safetensors", "config": output / "best/config.json", "state": last / "training_state/state.safetensors",
+             "val_ids": output / "val_ids.json"}.items()}
+
+
+def written(folder: Path) -> dict:
+    """What 03 leaves beside the samples, the mark of the bounded mode apart."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest.pop("bounded", None)
+    return {"manifest": manifest, "index": (folder / "index.jsonl").read_text(), "plan": (folder / "plan.jsonl").read_text()}
+
+
+def disk_use(folder: Path) -> int:
+    """Bytes of samples in `folder`, .incoming included; others move and remove files meanwhile."""
+    sizes = {}  # by inode: a file may move from one folder to the other
+    for top in (folder / ".incoming", folder):
+        for path in [*top.glob("*/*.safetensors"), *top.glob("*/*.safetensors.tmp")]:
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+class DiskWatch(threading.Thread):
+    """The most bytes of samples that ever lay in `folder`, looked at every few ms."""
+
+    def __init__(self, folder: Path):
+        super().__init__(daemon=True)
+        self.folder, self.most, self.looks, self.stop = folder, 0, 0, False
+        self.start()
+
+    def run(self):
+        while not self.stop:
+            self.most, self.looks = max(self.most, disk_use(self.folder)), self.looks + 1
+            time.sleep(0.003)
+
+
+@contextlib.contextmanager
+def watched(folder: Path, limit: float):
+    watch = DiskWatch(folder)
+    yield watch
+    watch.stop = True
+    watch.join()
+    assert watch.looks > 50 and 0.5 * limit < watch.most <= limit, (watch.looks, watch.most, limit)
+
+
+# ------------------------------------------------------------------ on the real engine
+@pytest.fixture(scope="module")
+def server(engine, tmp_path_factory):
+    incoming = tmp_path_factory.mktemp("follow")
+    return lambda: (engine(capture_dir=incoming / "hidden_states" / ".incoming", **FLAGS), incoming)
+
+
+@pytest.fixture(scope="module")
+def run(server, tmp_path_factory):
+    """A run folder with responses/, vocab_mapping/, and the unbounded result: hidden_states/ and the drafter trained on them in the plan's order."""
+    engine, root = server()
+    chance = random.Random(0)
+    prompts = [[chance.randrange(300, 2000) for _ in range(chance.choice([4, 9, 30, 140]))] for _ in range(SAMPLES)]
+    answers = post(f"{engine.url}/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}})
+    (root / "responses").mkdir()
+    (root / "responses/part-00000.jsonl").write_text("".join(
+        json.dumps({"id": f"p{number:03d}-t0", "prompt_ids": prompt, "response_ids": answer["output_ids"]}) + "\n"
+        for number, (prompt, answer) in enumerate(zip(prompts, answers))))
+    (root / "responses/manifest.json").write_text(json.dumps({"schema": 1, "stage": "01_generate", "counts": {"kept": SAMPLES, "dropped": {}}}))
+    write_mapping(root / "vocab_mapping", np.arange(0, 2048, 2), json.loads((TINY_KIMI / "config.json").read_text())["text_config"]["vocab_size"])
+    subprocess.run(extract_command(root, engine.url), check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    (root / "hidden_states").rename(root / "unbounded")
+    subprocess.run(train_command(root, root / "unbounded", root / "output", "--order", "plan"), check=True, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL)
+    return root
+
+
+def extract_command(root: Path, url: str, *more) -> list[str]:
+    return [sys.executable, "-u", str(ROOT / "03_extract.py"), "--data-dir", str(root / "responses"), "--output-dir", str(root / "hidden_states"),
+            "--base-url", url, "--concurrency", "4", "--log-interval", "1", *map(str, more)]
+
+
+def train_command(root: Path, data: Path, output: Path, *more) -> list[str]:
+    return [sys.executable, "-u", str(ROOT / "04_train.py"), "--verifier-path", str(TINY_KIMI), "--data-dir", str(data), "--vocab-mapping-dir",
+            str(root / "vocab_mapping"), "--output-dir", str(output), "--epochs", "1", "--lr", "1e-3", "--batch-tokens", "256", "--max-seq-len", "256",
+            "--num-workers", "2", "--log-every", "5", "--noise-std", "0.05", "--val-ratio", "0.05", "--export-dtype", "float32", *map(str, more)]
+
+
+def bounded(run: Path, url: str, bound=BOUND_GB) -> tuple[list[str], list[str]]:
+    return extract_command(run, url, "--max-disk-gb", bound), train_command(run, run / "hidden_states", run / "followed", "--follow")
+
+
+@pytest.fixture
+def clean(run):
+    for name in ("hidden_states", "followed"):
+        shutil.rmtree(run / name, ignore_errors=True)
+
+
+def test_bounded_gives_the_same_drafter_and_manifests(run, server, clean):
+    engine, _ = server()
+    commands = bounded(run, engine.url)
+    with watched(run / "hidden_states", BOUND_GB * 1e9):
+        first = subprocess.Popen(commands[0], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        while not (run / "hidden_states").exists():
+            time.sleep(0.05)
+        second = subprocess.run(commands[1], cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+        out, _ = first.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), out + second.stdout
+    total = sum(path.stat().st_size for path in (run / "unbounded").glob("??/*"))
+    assert total > 2.5 * BOUND_GB * 1e9, total  # more data than the bound allows
+    assert drafter(run / "followed") == drafter(run / "output")
+    assert written(run / "hidden_states") == written(run / "unbounded")
+    val = set(json.loads((run / "followed/val_ids.json").read_text())["ids"])
+    left = {path.name.removesuffix(".safetensors") for path in (run / "hidden_states").glob("??/*")}
+    released = [json.loads(line) for line in (run / "hidden_states/released.jsonl").read_text().splitlines()]
+    index = {row["id"]: row["checksum"] for row in map(json.loads, (run / "hidden_states/index.jsonl").read_text().splitlines())}
+    assert left == val and len(released) == len(index) - len(val)  # validation stays, every other sample was released once
+    assert all(index[row["id"]] == row["checksum"] for row in released)
+    assert "released" in second.stdout and "GB | released" in out
+    counts = [json.loads((run / name / "manifest.json").read_text())["counts"] for name in ("followed", "output")]
+    assert counts[0] == counts[1]
+    again = subprocess.run(commands[0], cwd=ROOT, capture_output=True, text=True)
+    assert "complete already" in again.stdout and again.returncode == 0
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_at_any_time_both_end_in_the_same(run, server, clean, seed):
+    """kill -9 of 03, of 04 and of both, at random points of what is landed and released, then the same commands again."""
+    engine, _ = server()
+    commands, chance, running, codes = bounded(run, engine.url), random.Random(seed), [None, None], []
+    folder, logs = run / "hidden_states", [run / "log0", run / "log1"]
+
+    def start(which: int) -> None:
+        with open(logs[which], "a") as log:
+            running[which] = subprocess.Popen(commands[which], cwd=ROOT, env=ENV, stdout=log, stderr=log)
+
+    for log in logs:
+        log.unlink(missing_ok=True)
+    folder.mkdir()
+    with watched(folder, BOUND_GB * 1e9):
+        start(0), start(1)
+        for at, victims in zip(sorted(chance.sample(range(10, 250), 4)), chance.sample([[0], [1], [0, 1], [1]], 4)):
+            while lines(folder / "landed.jsonl") + lines(folder / "released.jsonl") < at and None in [process.poll() for process in running]:
+                time.sleep(0.002)
+            for which in victims:
+                running[which].kill()
+                codes.append(running[which].wait())
+            for which in victims:
+                start(which)
+        ends = [process.wait(timeout=300) for process in running]
+    said = [log.read_text() for log in logs]
+    assert ends == [0, 0], said[0][-3000:] + said[1][-3000:]
+    assert codes.count(-9) >= 4 and " resume " in said[1], codes  # they were at work, past a checkpoint
+    assert drafter(run / "followed") == drafter(run / "output")
+    assert written(folder) == written(run / "unbounded")
+
+
+def test_03_does_not_extract_released_samples_again(run, server, clean, monkeypatch):
+    engine, _ = server()
+    folder = shutil.copytree(run / "unbounded", run / "hidden_states")
+    for name in ("manifest.json", "index.jsonl"):
+        (folder / name).unlink()
+    stage = json.loads((folder / "stage.json").read_text())
+    (folder / "stage.json").write_text(json.dumps(stage | {"bounded": True}))
+    rows = [row for row in map(json.loads, (folder / "landed.jsonl").read_text().splitlines()) if "id" in row]
+    for row in rows[:60]:
+        train.sample_path(folder, row["id"]).unlink()
+    with open(folder / "released.jsonl", "w") as file:
+        for row in rows[:40]:
+            file.write(json.dumps({"id": row["id"], "checksum": row["checksum"]}) + "\n")
+        file.write('{"id": "p1')  # torn by a kill of 04
+    done = subprocess.run(extract_command(run, engine.url, "--max-disk-gb", 1), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"in place {SAMPLES - 20} " in done.stdout and "to do 20 " in done.stdout  # lost is not released
+    assert written(folder) == written(run / "unbounded") and len(list(folder.glob("??/*"))) == SAMPLES - 40
+
+
+def test_03_waits_for_room_and_says_so(run, server, clean):
+    """No 04 is there: 03 fills the bound and no more, and goes on when room is made."""
+    engine, _ = server()
+    commands, folder = bounded(run, engine.url), run / "hidden_states"
+    process = subprocess.Popen(commands[0], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if "waiting for 04_train.py --follow to release" in line:
+            break
+    landed = len(list(folder.glob("??/*")))
+    time.sleep(1)
+    assert 10 < landed == len(list(folder.glob("??/*"))) < SAMPLES
+    process.kill()
+    process.communicate()
+    small = subprocess.run(bounded(run, engine.url, 1e-5)[0], cwd=ROOT, capture_output=True, text=True)
+    assert small.returncode == 2 and len(small.stderr.splitlines()) == 1 and "alone takes" in small.stderr
+    verify = subprocess.run([*commands[0], "--verify"], cwd=ROOT, capture_output=True, text=True)
+    assert verify.returncode == 2 and len(verify.stderr.splitlines()) == 1
+    other = subprocess.run(extract_command(run, engine.url), cwd=ROOT, capture_output=True, text=True)
+    assert other.returncode == 2 and "bounded: True there, None now" in other.stderr
+
+
+# ------------------------------------------------------------------ 04 alone, fed by the writer of its own tests
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """(root, samples in the plan's order): a target, a vocabulary map, and 03's finished unbounded folder, plan.jsonl and landed.jsonl included."""
+    root = tmp_path_factory.mktemp("toy")
+    target = write_target(root / "target")
+    head = load_file(target / "model.safetensors")["language_model.lm_head.weight"]
+    rng = np.random.default_rng(3)
+    write_mapping(root / "vocab_mapping", np.sort(rng.choice(97, 61, replace=False)), 97)
+    samples = {f"s{i:03d}": random_sample(int(rng.integers(8, 60)), "tail", head, rng) for i in range(150)}
+    write_hidden_states(root / "hidden_states", samples)
+    rows = [json.loads(line) for line in (root / "hidden_states/index.jsonl").read_text().splitlines()]
+    by_hash = sorted(rows, key=lambda row: hashlib.sha256(row["id"].encode()).hexdigest())
+    (root / "hidden_states/plan.jsonl").write_text("".join(json.dumps(
+        {"id": row["id"], "tokens": row["tokens"], "prompt_len": int(samples[row["id"]]["loss_mask"].argmax())}) + "\n" for row in by_hash))
+    facts = {key: json.loads((root / "hidden_states/manifest.json").read_text())[key] for key in ("target", "capture_layers", "sglang_version", "dtype", "hidden_size")}
+    (root / "hidden_states/landed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"facts": facts}, *by_hash]))
+    return root
+
+
+def toy_arguments(root: Path, data: Path, output: Path, *more) -> list[str]:
+    return list(map(str, ["--verifier-path", root / "target", "--data-dir", data, "--vocab-mapping-dir", root / "vocab_mapping", "--output-dir", output,
+                          "--epochs", 1, "--lr", 1e-3, "--max-seq-len", 64, "--batch-tokens", 128, "--num-workers", 1, "--log-every", 50, "--noise-std", 0.05, *more]))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name.removesuffix(".safetensors") for path in folder.glob("??/*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def in_order(toy):
+    """The drafter of the ordinary run in the plan's order."""
+    train.main(toy_arguments(toy, toy / "hidden_states", toy / "output", "--order", "plan"))
+    return drafter(toy / "output")
+
+
+def test_following_an_unbounded_folder_deletes_nothing(toy, in_order, tmp_path):
+    before = names(toy / "hidden_states")
+    train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / "output", "--follow"))
+    assert names(toy / "hidden_states") == before and not (toy / "hidden_states/released.jsonl").exists()
+    assert drafter(tmp_path / "output") == in_order
+    assert json.loads((tmp_path / "output/manifest.json").read_text())["counts"] == json.loads((toy / "output/manifest.json").read_text())["counts"]
+
+
+def test_the_order_is_another_than_shuffled_and_trains_on_the_same(toy, in_order, tmp_path):
+    train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / "output"))
+    shuffled = drafter(tmp_path / "output")
+    assert shuffled["val_ids"] == in_order["val_ids"] and shuffled["drafter"] != in_order["drafter"]
+
+
+class Lander(threading.Thread):
+    """Plays 03 in bounded mode from a finished folder: lands each sample in order, as soon as there is room; journal line first, then the rename.
+
+    It counts the most that each file can take, so that a bound that just does leaves nothing over.
+    """
+
+    def __init__(self, source: Path, folder: Path, bound: int, failed=(), damaged=()):
+        super().__init__(daemon=True)
+        self.source, self.folder, self.bound, self.failed, self.damaged = source, folder, bound, failed, damaged
+        folder.mkdir()
+        shutil.copy(source / "plan.jsonl", folder)
+        (folder / "bound.json").write_text(json.dumps({"max_disk_gb": bound / 1e9}))
+        self.lines = (source / "landed.jsonl").read_text().splitlines()
+        (folder / "landed.jsonl").write_text(self.lines[0] + "\n")
+        self.start()
+
+    def run(self):
+        rows = [json.loads(line) for line in self.lines[1:]]
+        most = {row["id"]: row["tokens"] * (4 * 32 * 4 + 5) + train.HEADER_BYTES for row in rows}
+        for row in rows:
+            if row["id"] in self.failed:
+                with open(self.folder / "quarantine.jsonl", "a") as file:
+                    file.write(json.dumps({"id": row["id"], "reason": "not finite", "detail": ""}) + "\n")
+                continue
+            source, place = train.sample_path(self.source, row["id"]), train.sample_path(self.folder, row["id"])
+            while sum(map(most.get, names(self.folder))) + most[row["id"]] > self.bound:
+                time.sleep(0.005)
+            data = bytearray(source.read_bytes())
+            if row["id"] in self.damaged:
+                data[-100] ^= 1
+            with open(self.folder / "landed.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+            place.parent.mkdir(exist_ok=True)
+            (self.folder / "tmp").write_bytes(data)
+            (self.folder / "tmp").rename(place)
+        for name in ("index.jsonl", "manifest.json"):
+            shutil.copy(self.source / name, self.folder / name)
+
+
+TOY_BOUND = 1_500_000
+
+
+def test_samples_that_failed_are_left_out_as_in_the_unbounded_run(toy, tmp_path, monkeypatch, capsys):
+    """One quarantined by 03, one damaged on the disk, one of them for validation, too: the other samples stay in the batches planned for them."""
+    monkeypatch.setattr(train, "MAX_BAD", 0.05)
+    val = json.loads((toy / "output/val_ids.json").read_text())["ids"] if (toy / "output/val_ids.json").exists() else []
+    plan = [json.loads(line)["id"] for line in (toy / "hidden_states/plan.jsonl").read_text().splitlines()]
+    failed, damaged = {plan[3], plan[40], *val[:1]}, {plan[77]}
+    lander = Lander(toy / "hidden_states", tmp_path / "bounded", TOY_BOUND, failed, damaged)
+    train.main(toy_arguments(toy, tmp_path / "bounded", tmp_path / "followed", "--follow"))
+    lander.join(timeout=20)
+    said = capsys.readouterr().out
+    assert all(f"{name}.safetensors | {reason}" in said for some, reason in ((failed, "quarantined by 03_extract"), (damaged, "checksum")) for name in some)
+
+    unbounded = shutil.copytree(toy / "hidden_states", tmp_path / "unbounded")
+    rows = [json.loads(line) for line in (unbounded / "index.jsonl").read_text().splitlines()]
+    (unbounded / "index.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["id"] not in failed))
+    manifest = json.loads((unbounded / "manifest.json").read_text())
+    manifest["index_sha256"] = hashlib.sha256((unbounded / "index.jsonl").read_bytes()).hexdigest()
+    (unbounded / "manifest.json").write_text(json.dumps(manifest))
+    for name in damaged:
+        path = train.sample_path(unbounded, name)
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 1
+        path.write_bytes(data)
+    train.main(toy_arguments(toy, unbounded, tmp_path / "output", "--order", "plan"))
+    assert drafter(tmp_path / "followed") == drafter(tmp_path / "output")
+    counts = [json.loads((tmp_path / name / "manifest.json").read_text())["counts"] for name in ("followed", "output")]
+    assert counts[0] == counts[1] and counts[0]["dropped"] == {"checksum": 1, "quarantined by 03_extract": len(failed)}
+
+
+def test_two_ranks_follow_as_one(toy, tmp_path):
+    from conftest import free_port
+    Lander(toy / "hidden_states", tmp_path / "one", TOY_BOUND)
+    train.main(toy_arguments(toy, tmp_path / "one", tmp_path / "output1", "--follow", "--grad-accum", 2, "--dtype", "float64"))
+    Lander(toy / "hidden_states", tmp_path / "two", TOY_BOUND)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "04_train.py"),
+                           *toy_arguments(toy, tmp_path / "two", tmp_path / "output2", "--follow", "--dtype", "float64")], env=ENV, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (load_file(train.checkpoints(tmp_path / name)[-1][1] / "training_state/state.safetensors") for name in ("output1", "output2"))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-9, atol=1e-12)
+    assert names(tmp_path / "one") == names(tmp_path / "two") == set(json.loads((tmp_path / "output2/val_ids.json").read_text())["ids"])
+
+
+def test_a_bound_that_is_too_small_is_one_line_at_the_start(toy, tmp_path):
+    """The least bound that it names does: with it the run ends, with 100 kB less it is refused before a sample is waited for."""
+    Lander(toy / "hidden_states", tmp_path / "data", 100_000)
+    done = run_script("04_train", *toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow"), env=ENV, timeout=60)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "is too small: validation" in done.stderr, done.stderr
+    least = float(done.stderr.split("need at least ")[1].split()[0].rstrip("."))
+    (tmp_path / "data/bound.json").write_text(json.dumps({"max_disk_gb": least - 1e-4}))
+    done = run_script("04_train", *toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow"), env=ENV, timeout=60)
+    assert done.returncode == 2 and "is too small" in done.stderr
+    Lander(toy / "hidden_states", tmp_path / "enough", int(least * 1e9))
+    done = run_script("04_train", *toy_arguments(toy, tmp_path / "enough", tmp_path / "followed", "--follow"), env=ENV, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert drafter(tmp_path / "followed")["state"]
+
+
+def test_killed_between_a_checkpoint_and_its_release(toy, in_order, tmp_path, monkeypatch):
+    """With the least bound that does, 03 can only go on when 04, begun again, releases first what its checkpoint has behind it."""
+    (tmp_path / "data").mkdir()
+    for name in ("plan.jsonl", "landed.jsonl"):
+        shutil.copy(toy / "hidden_states" / name, tmp_path / "data")
+    (tmp_path / "data/bound.json").write_text('{"max_disk_gb": 1e-6}')
+    arguments = toy_arguments(toy, tmp_path / "bounded", tmp_path / "followed", "--follow", "--release-share", 1)  # it saves when it must
+    with pytest.raises(train.UserError) as refused:
+        train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "refused", "--follow"))
+    Lander(toy / "hidden_states", tmp_path / "bounded", int(float(str(refused.value).split("need at least ")[1].split()[0].rstrip(".")) * 1e9))
+
+    def killed(self, step):
+        if step:
+            raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Follow, "release", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train.main(arguments)
+    gc.collect()  # the lock that the first process would have lost by dying
+    assert train.checkpoints(tmp_path / "followed") and not (tmp_path / "bounded/released.jsonl").read_text()
+    done = run_script("04_train", *arguments, env=ENV, timeout=100)
+    assert done.returncode == 0 and " resume " in done.stdout, done.stderr
+    assert drafter(tmp_path / "followed") == in_order
+
+
+def test_04_says_what_it_waits_for_and_ends_when_told(toy, tmp_path):
+    lander = Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND)
+    while not len(names(tmp_path / "data")) > 20:
+        time.sleep(0.01)
+    lander.bound = 0  # 03 stops here
+    process = subprocess.Popen([sys.executable, "-u", str(ROOT / "04_train.py"), *toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow")],
+                               env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = next(line for line in process.stdout if "waiting for sample" in line)
+    assert "03 has not written for" in said
+    (tmp_path / "data/bound.json").write_text(json.dumps({"max_disk_gb": 0.001}))
+    process.send_signal(2)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+def test_samples_released_to_another_output_are_not_missed_in_silence(toy, tmp_path):
+    Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND).join(0.1)
+    train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow"))
+    with pytest.raises(train.UserError, match="released to another output folder"):
+        train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "second", "--follow"))
+    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
+    (tmp_path / "data/manifest.json").write_text(json.dumps(manifest | {"bounded": True}))
+    with pytest.raises(train.UserError, match="bounded mode, so most of its samples are gone"):
+        train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "third"))
+
+
+@pytest.mark.parametrize("more", [["--epochs", 2], ["--max-steps", 3], ["--release-share", 0]])
+def test_flags_that_cannot_be(toy, tmp_path, more):
+    with pytest.raises(train.UserError, match="--follow is one pass"):
+        train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / "output", "--follow", *more))
+
+
+def test_release_steps_by_hand():
+    """Files of 10 bytes; positions 0..7 go to steps 1 1 2 1 2 3, one stays, 3."""
+    sizes, step_of = np.full(8, 10), np.array([1, 1, 2, 1, 2, 3, 4, 3])
+    # Before step 1: positions 0-3; before step 2, released after 1: 0-4 less three; before 3: all eight less five
+    assert train.release_steps(sizes, step_of, 3, 80, 1.0, 0) == ([], 40)
+    assert train.release_steps(sizes, step_of, 3, 40, 1.0, 0) == ([1, 2], 40)
+    assert train.release_steps(sizes, step_of, 3, 50, 1.0, 0)[0] == [2]
+    assert train.release_steps(sizes, step_of, 3, 80, 0.4, 0)[0] == [1]
+    assert train.release_steps(sizes, step_of, 3, 39, 1.0, 0)[1] == 40
+    assert train.release_steps(sizes, step_of, 3, 40, 1.0, 2) == ([], 30)
