@@ -1,6 +1,6 @@
 """Have the target, served by a patched SGLang, compute the hidden states of every response, and keep them as safetensors.
 
-    python3 -u 03_extract.py --data-dir responses/ --base-url http://127.0.0.1:30000 --output-dir hidden_states/ \
+    python3 -u 03_extract.py --data-dir responses/ --base-url http://127.0.0.1:30000 --output-dir hidden_states/ \\
       --concurrency 32 --max-length 4096 --verify --verifier-path /shared/kimi-k2.5-int4 > extract.log 2>&1 &
 
 The server: patches/sglang_patch.py apply, then start it with EAGLE3_CAPTURE_DIR=<output-dir>/.incoming EAGLE3_CAPTURE_LAYERS=3,31,59

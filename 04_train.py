@@ -4,7 +4,7 @@ Reads   hidden_states/ (03_extract), vocab_mapping/ (02_build_vocab), and of the
 Writes  output/best/ and output/checkpoint-<step>/ (config.json, model.safetensors, eagle3.json; checkpoints also training_state/),
         metrics.jsonl, val_ids.json, training.png, manifest.json (last).
 
-    python3 -u 04_train.py --verifier-path /shared/kimi-k2.5-int4 --data-dir /data/eagle3/run/hidden_states \
+    python3 -u 04_train.py --verifier-path /shared/kimi-k2.5-int4 --data-dir /data/eagle3/run/hidden_states \\
       --vocab-mapping-dir /data/eagle3/run/vocab_mapping --output-dir /data/eagle3/run/output --epochs 5 --lr 3e-5
     torchrun --nproc_per_node 4 04_train.py ...        # several GPUs: the same flags
 

@@ -1,7 +1,7 @@
 """Measure a drafter in SGLang against plain decoding: is it worth serving, with which flags, and if it does not hit, why.
 
     python3 -u 05_benchmark.py --config configs/quickstart.yaml       # starts the run file's two servers, one after the other
-    python3 -u 05_benchmark.py --base-url http://127.0.0.1:30001 --baseline-url http://127.0.0.1:30000 --draft-path output/best \
+    python3 -u 05_benchmark.py --base-url http://127.0.0.1:30001 --baseline-url http://127.0.0.1:30000 --draft-path output/best \\
       --prompts responses --ids output/val_ids.json --concurrency 1 8 64 --max-tokens 1024 --output-dir report
 
 Reads   prompts (JSONL, a folder of it, a responses/ folder, data sets by name), the drafter's folder, and what SGLang's /generate answers
