@@ -1946,6 +1946,7 @@ def plot(metrics: list[dict], path: Path) -> None:
         axis.legend()
     figure.tight_layout()
     figure.savefig(path.with_suffix(".tmp"), format="png", dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
     os.replace(path.with_suffix(".tmp"), path)
 
 

@@ -127,7 +127,7 @@ def test_the_doctor_finds_nothing_on_the_healthy_drafter_and_the_planted_cause_o
     sick = tmp_path / "output" / "best"
     shutil.copytree(run / "output" / "best", sick)
     config = json.loads((sick / "config.json").read_text())
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [5, 6, 7]  # it was trained on 2, 4, 6
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]  # it was trained on 2, 4, 6
     (sick / "config.json").write_text(json.dumps(config))
     shutil.copy(run / "output" / "val_ids.json", tmp_path / "output")
     found = doctor(run, sick, engine(draft=sick), tmp_path / "sick")
