@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -412,11 +413,12 @@ def test_04_says_what_it_waits_for_and_ends_when_told(toy, tmp_path):
         time.sleep(0.01)
     lander.bound = 0  # 03 stops here
     process = subprocess.Popen([sys.executable, "-u", str(ROOT / "04_train.py"), *toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow")],
-                               env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                               env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background job ignores it
     said = next(line for line in process.stdout if "waiting for sample" in line)
     assert "03 has not written for" in said
-    process.send_signal(2)
-    process.communicate(timeout=20)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
     assert process.returncode == 130
 
 
