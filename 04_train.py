@@ -1303,6 +1303,11 @@ def response_mass(tensors: dict, spans: list, head: torch.Tensor, draft_ids: tor
     return torch.cat([zero, *(part.float().cpu() for part in mass)]).clamp_(max=1), agreed, len(tokens)
 
 
+def other_target(folder: Path, agreement: float) -> UserError:
+    return UserError(f"{folder}: only {agreement:.1%} of the response tokens are the argmax of lm_head(last_hidden_states). "
+                     "The states are not of this target: extract again.")
+
+
 CHECK_CHUNK = 256
 
 
@@ -1556,9 +1561,7 @@ class Follow:
 
     def __init__(self, args, inputs, head: torch.Tensor, place, rows: list[dict]):
         self.args, self.folder, self.place, self.rows = args, args.data_dir, place, rows
-        expected = {"hidden_size": inputs.shape.hidden, "dtype": inputs.data["dtype"], "target": inputs.data["target"],
-                    "capture_layers": ",".join(map(str, inputs.layers))}
-        norm = inputs.target.tensor("norm").float() if inputs.target.name("norm") else None
+        expected, norm = inputs.expected(), inputs.final_norm()
         head, draft_ids, vocab = head.to(place.device, place.dtype), inputs.draft_ids.to(place.device), len(head)
         self.token_bytes = 4 * inputs.shape.hidden * getattr(torch, inputs.data["dtype"]).itemsize + 5
 
@@ -1725,8 +1728,7 @@ class Follow:
             raise UserError(f"{self.folder}: {len(damaged)} of {count} samples were bad, one of them {sample_path(self.folder, name)} ({damaged[name]}). "
                             "See to the disk and the server; then begin both stages in new folders.")
         if predicted >= 100 and agreed < MIN_AGREEMENT * predicted:
-            raise UserError(f"{self.folder}: only {agreed / predicted:.1%} of the response tokens are the argmax of lm_head(last_hidden_states). "
-                            "The states are not of this target: extract again.")
+            raise other_target(self.folder, agreed / predicted)
 
     def gather(self) -> dict:
         """What was seen so far on all ranks; it belongs into the checkpoint."""
@@ -2013,6 +2015,14 @@ class Inputs:
     config_json: dict  # the drafter's
     hashes: dict
 
+    def expected(self) -> dict:
+        """What each sample's file must be like (check_sample)."""
+        return {"hidden_size": self.shape.hidden, "dtype": self.data["dtype"], "target": self.data["target"], "capture_layers": ",".join(map(str, self.layers))}
+
+    def final_norm(self) -> torch.Tensor | None:
+        """(H,) its weight in float32; None where the checkpoint holds none."""
+        return self.target.tensor("norm").float() if self.target.name("norm") else None
+
 
 def read_inputs(args, say) -> Inputs:
     read_manifest(args.vocab_mapping_dir, "02_build_vocab")
@@ -2042,10 +2052,9 @@ def read_inputs(args, say) -> Inputs:
 
 def usable_samples(args, inputs: Inputs, head: torch.Tensor, place: Place):
     """(samples, dropped {reason: n}, share of response tokens that are the target's argmax). Raises UserError when too much is wrong."""
-    expected = {"hidden_size": inputs.shape.hidden, "dtype": inputs.data["dtype"], "target": inputs.data["target"], "capture_layers": ",".join(map(str, inputs.layers))}
     cache = args.output_dir / "checked"
-    norm = inputs.target.tensor("norm").float() if inputs.target.name("norm") else None
-    check_data(args.data_dir, inputs.index, expected, cache, head.to(place.device, place.dtype), norm, inputs.draft_ids.to(place.device), place, args.num_workers)
+    check_data(args.data_dir, inputs.index, inputs.expected(), cache, head.to(place.device, place.dtype), inputs.final_norm(),
+               inputs.draft_ids.to(place.device), place, args.num_workers)
     if place.world > 1:
         dist.barrier()
     samples, problems, agreement = read_checked(args.data_dir, cache, args.max_seq_len)
@@ -2057,8 +2066,7 @@ def usable_samples(args, inputs: Inputs, head: torch.Tensor, place: Place):
         raise UserError(f"{args.data_dir}: {damaged} of {len(inputs.index)} samples are bad ({dropped}; the first: {sample_path(args.data_dir, min(problems))}). "
                         f"Run 03_extract.py --verify, extract anew what it names, and delete {cache}.")
     if agreement < MIN_AGREEMENT and samples:
-        raise UserError(f"{args.data_dir}: only {agreement:.1%} of the response tokens are the argmax of lm_head(last_hidden_states). "
-                        "The states are not of this target: extract again.")
+        raise other_target(args.data_dir, agreement)
     if len(samples) < 2:
         raise UserError(f"{args.data_dir}: {len(samples)} usable samples {dropped or ''}; at least 2 are needed, one of them to validate.")
     return samples, dropped, agreement
