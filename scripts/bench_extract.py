@@ -19,7 +19,6 @@ import queue
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -135,10 +134,8 @@ class Watch(threading.Thread):
 class Server:
     """One SGLang server in a process group of its own."""
 
-    def __init__(self, size: dict, target: Path, log_path: Path, env: dict[str, str], concurrency: int):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+    def __init__(self, size: dict, target: Path, log_path: Path, env: dict[str, str], concurrency: int, port: int):
+        self.port = port
         argv = [*size["command"], "--model-path", str(target), "--port", str(self.port), *size["flags"], "--load-format", "dummy",
                 "--skip-tokenizer-init", "--disable-radix-cache", "--max-running-requests", str(concurrency)]
         log(f"server: {' '.join(f'{key}={value}' for key, value in env.items())} {' '.join(argv)}")
@@ -273,6 +270,7 @@ def main() -> None:
     parser.add_argument("--disk-gb", type=float, default=8, help="how much to write for the disk's own speed")
     parser.add_argument("--repeats", type=int, default=2, help="passes over the samples; the best counts, all are reported")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--output-dir", type=Path, required=True)
     args = parser.parse_args()
     size, folder = SIZES[args.size], args.output_dir.absolute()
@@ -289,7 +287,7 @@ def main() -> None:
     sha = sha256_speed()
     log(f"disk {disk:.2f} GB/s ({threads} threads, fsync) | sha256 {sha:.2f} GB/s a thread")
 
-    server = Server(size, target, folder / "plain.log", {}, args.concurrency)
+    server = Server(size, target, folder / "plain.log", {}, args.concurrency, args.port)
     try:
         server.prefill(samples[:args.concurrency], args.concurrency)  # kernels are compiled
         watch = Watch()
@@ -302,7 +300,7 @@ def main() -> None:
 
     layers = ",".join(map(str, (2, args.layers // 2, args.layers - 2)))
     server = Server(size, target, folder / "capture.log", {"EAGLE3_CAPTURE_DIR": str(folder / "incoming"), "EAGLE3_CAPTURE_LAYERS": layers},
-                    args.concurrency)
+                    args.concurrency, args.port)
     try:
         server.prefill(samples[:args.concurrency], args.concurrency)
         runs = []
