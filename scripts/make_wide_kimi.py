@@ -175,7 +175,12 @@ def main() -> None:
         target.mkdir(parents=True, exist_ok=True)
         write_small_files(target, config)
         write_target(target, config, args.device)
-    if not (responses / "manifest.json").exists():
+    if (responses / "manifest.json").exists():
+        there = json.loads((responses / "manifest.json").read_text())["counts"]["kept"]
+        if there != args.samples:
+            print(f"make_wide_kimi: {responses} holds {there} samples, --samples says {args.samples}. Take {there}, or remove {run['run_dir']}.", file=sys.stderr)
+            sys.exit(2)
+    else:
         rows = list(samples(args.samples, args.longest, run["build_vocab"]["draft-vocab-size"], followers(163840).numpy()))
         write_responses(responses, target, rows)
         print(f"responses: {len(rows)} samples, {sum(len(p) + len(r) for p, r in rows):,} tokens: {responses}", flush=True)
