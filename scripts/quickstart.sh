@@ -22,6 +22,7 @@ stages="01_generate 02_build_vocab 03_extract 04_train 05_benchmark"
 [ -z "$only" ] || [[ " $stages " == *" $only "* ]] || die 2 "--only $only: no such stage; there are: $stages."
 [ -f "$config" ] || die 2 "$config: no such run file."
 if [ -z "$py" ]; then bash scripts/setup_venv.sh; py=.venv/bin/python; fi
+"$py" -c 'import yaml' 2> /dev/null || die 2 "$py: no Python with this project's packages. Name one with --python (pip install . gives them)."
 setting() { # setting a.b: that value of the run file
   "$py" -c '
 import sys, yaml
@@ -30,7 +31,10 @@ for key in sys.argv[2].split("."):
     value = value[key]
 print(value.format(**{key: document[key] for key in ("run_dir", "target")}))' "$config" "$1" 2>/dev/null || die 2 "$config: $1 is missing or the file is not readable YAML."
 }
-run=$(setting run_dir) target=$(setting target) responses=$(setting generate.output-dir) hidden_states=$(setting extract.output-dir)
+run=$(setting run_dir)  # one a line: only the last of several would stop the script
+target=$(setting target)
+responses=$(setting generate.output-dir)
+hidden_states=$(setting extract.output-dir)
 [[ "$target" != */* ]] || [ -f "$target/config.json" ] || die 2 "$target: holds no config.json. Set \`target\` in $config to the target's folder."
 logs=$run/logs; mkdir -p "$logs"
 export OMP_WAIT_POLICY=PASSIVE  # threads that spin while they wait stall everything else where cores are few or shared
@@ -46,10 +50,11 @@ trap 'exit 130' INT; trap 'exit 143' TERM HUP
 
 start_server() {
   "$py" patches/sglang_patch.py apply >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
+  say "server of role extract (log: $logs/server_extract.log)"
   : > "$logs/serve.log"
   "$py" scripts/serve.py --with-parent --config "$config" --role extract --log "$logs/server_extract.log" > "$logs/serve.log" 2>&1 & server=$!
   until grep -q ' ready at ' "$logs/serve.log"; do
-    kill -0 "$server" 2>/dev/null || { server_failed; }
+    kill -0 "$server" 2>/dev/null || server_failed
     sleep 0.5
   done
   say "$(grep -o 'extract ready.*' "$logs/serve.log")"

@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--role", required=True)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--wait", type=float, default=1800, help="seconds until it must be healthy (a 1T model loads slowly)")
+    parser.add_argument("--wait", type=float, default=3600, help="seconds until it must be healthy (a 1T model loads slowly)")
     parser.add_argument("--with-parent", action="store_true", help="stop also when the process that started this one ends, by kill -9 included")
     args = parser.parse_args()
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

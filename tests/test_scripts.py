@@ -197,3 +197,17 @@ def test_serve_says_what_is_wrong_with_a_run_file(tmp_path):
         done = subprocess.run([sys.executable, str(ROOT / "scripts/serve.py"), "--config", str(tmp_path / name), "--role", "plain", "--log", str(tmp_path / "log")],
                               text=True, capture_output=True)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "not a readable run file" in done.stderr
+
+
+@pytest.mark.parametrize("script, env, text", [
+    ("quickstart.sh --python /no/python", {}, "quickstart: /no/python: no Python with this project's packages"),
+    ("quickstart.sh --python {python} --config no.yaml", {}, "quickstart: no.yaml: no such run file"),
+    ("quickstart.sh --python {python} --config {folder}/run.yaml", {}, "quickstart: {folder}/run.yaml: generate.output-dir is missing"),
+    ("setup_venv.sh", {"PYTHON": "/no/python"}, "setup: no /no/python here"),
+])
+def test_shell_scripts_refuse_in_one_line(script, env, text, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"run_dir: {tmp_path}/run\ntarget: scripts/tiny_kimi\nextract: {{output-dir: x}}\n")
+    fill = {"python": sys.executable, "folder": tmp_path}
+    done = subprocess.run(["bash", *f"{ROOT}/scripts/{script}".format(**fill).split()], env={**os.environ, **env}, text=True, capture_output=True)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and done.stderr.startswith(text.format(**fill)), done.stderr
+    assert not (tmp_path / "run").exists()
