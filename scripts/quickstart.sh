@@ -40,6 +40,9 @@ logs=$run/logs; mkdir -p "$logs"
 export OMP_WAIT_POLICY=PASSIVE  # threads that spin while they wait stall everything else where cores are few or shared
 say() { echo "$(date +%FT%T) quickstart $*"; }
 
+# A stage or server that gets SIGTERM when this script dies, by kill -9 too (PR_SET_PDEATHSIG lasts through exec)
+bound() { exec "$py" -c 'import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' "$@"; }
+
 server='' stage_pid=''
 stop_server() { # the wrapper ends the server's whole process group
   [ -z "$server" ] || { kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; server=''; "$py" patches/sglang_patch.py restore >> "$logs/patch.log" 2>&1 || say "the patch could not be restored: read $logs/patch.log"; }
@@ -52,7 +55,7 @@ start_server() {
   "$py" patches/sglang_patch.py apply >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
   say "server of role extract (log: $logs/server_extract.log)"
   : > "$logs/serve.log"
-  "$py" scripts/serve.py --with-parent --config "$config" --role extract --log "$logs/server_extract.log" > "$logs/serve.log" 2>&1 & server=$!
+  bound scripts/serve.py --config "$config" --role extract --log "$logs/server_extract.log" > "$logs/serve.log" 2>&1 & server=$!
   until grep -q ' ready at ' "$logs/serve.log"; do
     kill -0 "$server" 2>/dev/null || server_failed
     sleep 0.5
@@ -66,7 +69,7 @@ stage() {
   say "$1 (log: $log)"
   # a complete folder was verified before its manifest was written: terabytes are not read again for each call
   [ "$1" != 03_extract ] || [ -n "$only" ] || [ ! -f "$hidden_states/manifest.json" ] || again=(--no-verify)
-  "$py" -u "$1.py" --config "$config" "${again[@]}" > >(tee -a "$log") 2>&1 & stage_pid=$!
+  bound -u "$1.py" --config "$config" "${again[@]}" > >(tee -a "$log") 2>&1 & stage_pid=$!
   while kill -0 "$stage_pid" 2>/dev/null; do
     [ -z "$server" ] || kill -0 "$server" 2>/dev/null || { kill "$stage_pid"; server_failed; }
     sleep 0.2
@@ -84,4 +87,5 @@ for name in ${only:-$stages}; do
   elif [ "$name" = 04_train ] || [ "$name" = 05_benchmark ]; then stop_server; fi
   stage "$name"
 done
-say "done. Drafter: $(setting benchmark.draft-path)  report: $(setting benchmark.output-dir)/report.md  logs: $logs"
+[ -n "$only" ] && say "done. Logs: $logs" ||
+  say "done. Drafter: $(setting benchmark.draft-path)  report: $(setting benchmark.output-dir)/report.md  logs: $logs"

@@ -139,13 +139,10 @@ def main() -> None:
     parser.add_argument("--role", required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--wait", type=float, default=3600, help="seconds until it must be healthy (a 1T model loads slowly)")
-    parser.add_argument("--with-parent", action="store_true", help="stop also when the process that started this one ends, by kill -9 included")
     args = parser.parse_args()
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if sign != signal.SIGHUP or signal.getsignal(sign) != signal.SIG_IGN:  # nohup has it ignored
             signal.signal(sign, lambda *_: sys.exit(0))
-    if args.with_parent:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: the kernel sends it when the parent dies
     process, _ = start_server(read_servers(args.config), args.role, args.log, args.wait)
     try:
         while process.poll() is None:

@@ -141,7 +141,7 @@ def test_artifacts_json_says_what_the_scripts_do():
 
 @pytest.fixture
 def serve(tmp_path):
-    """serve(before="", *flags) starts scripts/serve.py from a shell that ends right after its server is ready; (its pid, the server's URL)."""
+    """serve(before="") starts scripts/serve.py from a shell that ends right after its server is ready; (its pid, the server's URL)."""
     (tmp_path / "stub.py").write_text("""import http.server, sys
 class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -151,8 +151,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Healthy).serve_forever()
     port, pids = free_port(), []
     (tmp_path / "run.yaml").write_text(f'servers: {{plain: {{command: ["{{python}}", {tmp_path}/stub.py], flags: {{port: {port}}}}}}}\n')
 
-    def start(before="", *flags):
-        command = f"{before} {sys.executable} {ROOT}/scripts/serve.py --config run.yaml --role plain --log server.log {' '.join(flags)} > serve.log 2>&1 & echo $!"
+    def start(before=""):
+        command = f"{before} {sys.executable} {ROOT}/scripts/serve.py --config run.yaml --role plain --log server.log > serve.log 2>&1 & echo $!"
         shell = subprocess.run(["bash", "-c", f"{command}; until grep -q ready serve.log; do sleep 0.1; done"], cwd=tmp_path, text=True, stdout=subprocess.PIPE, timeout=60)
         pids.append(int(shell.stdout))
         return pids[-1], f"http://127.0.0.1:{port}"
@@ -183,12 +183,22 @@ def test_a_server_behind_nohup_outlives_its_shell_and_a_hangup(serve):
     assert gone(url, 15)
 
 
-def test_a_server_of_quickstart_ends_with_it(serve):
-    """--with-parent, also when nohup stands before the whole; without nohup a hangup ends it too."""
-    assert gone(serve("nohup", "--with-parent")[1], 15)
+def test_without_nohup_a_hangup_ends_a_server(serve):
     pid, url = serve()
     os.kill(pid, signal.SIGHUP)
     assert gone(url, 15)
+
+
+def test_what_quickstart_starts_ends_with_it(tmp_path):
+    """Its function `bound`, in a shell that is killed by -9 and behind nohup."""
+    function = re.search(r"^bound\(\) .*$", (ROOT / "scripts/quickstart.sh").read_text(), re.M)[0]
+    shell = subprocess.run(["nohup", "bash", "-c", f"py={sys.executable}; {function}\n"
+                            f"bound -c 'import time; open(\"here\", \"w\"); time.sleep(60)' >/dev/null & echo $!; until [ -e here ]; do sleep 0.1; done; kill -9 $$"],
+                           cwd=tmp_path, text=True, stdout=subprocess.PIPE, timeout=30)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{int(shell.stdout)}/stat").exists() and Path(f"/proc/{int(shell.stdout)}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_serve_says_what_is_wrong_with_a_run_file(tmp_path):
