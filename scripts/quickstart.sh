@@ -65,11 +65,11 @@ start_server() {
 server_failed() { local why; why=$(tail -1 "$logs/serve.log"); die 2 "server: ${why#serve: }"; }
 
 stage() {
-  local log=$logs/$1.log code=0 began=$SECONDS again=()
+  local log=$logs/$1.log code=0 began=$SECONDS again=''
   say "$1 (log: $log)"
   # a complete folder was verified before its manifest was written: terabytes are not read again for each call
-  [ "$1" != 03_extract ] || [ -n "$only" ] || [ ! -f "$hidden_states/manifest.json" ] || again=(--no-verify)
-  bound -u "$1.py" --config "$config" "${again[@]}" > >(tee -a "$log") 2>&1 & stage_pid=$!
+  [ "$1" != 03_extract ] || [ -n "$only" ] || [ ! -f "$hidden_states/manifest.json" ] || again=--no-verify
+  bound -u "$1.py" --config "$config" $again > >(tee -a "$log") 2>&1 & stage_pid=$!
   while kill -0 "$stage_pid" 2>/dev/null; do
     [ -z "$server" ] || kill -0 "$server" 2>/dev/null || { kill "$stage_pid"; server_failed; }
     sleep 0.2
