@@ -2,6 +2,8 @@
 
     python3 scripts/serve.py --config configs/quickstart.yaml --role extract --log .run/quickstart/logs/server_extract.log
 
+Behind `nohup ... &` it outlives the shell and the SSH connection; `kill` of its pid stops it and the server.
+
 Reads   the section `servers` of the run file (roles: plain, extract, speculative, or your own)
 Writes  the server's output to --log; to stdout the command, one `ready` line, and why it ended
 Exit    0 stopped by a signal; 2 port taken, target missing, server died or not healthy in time
@@ -119,27 +121,33 @@ def log(event: str) -> None:
     print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {STAGE} {event}", flush=True)
 
 
+def read_servers(path: Path) -> dict:
+    """`servers` of a run file with {run_dir} and {target} filled in. Raises UserError."""
+    try:
+        text = path.read_text()
+        document = yaml.safe_load(text)
+        for key in ("run_dir", "target"):
+            text = text.replace(f"{{{key}}}", str(document.get(key, "")))
+        return yaml.safe_load(text).get("servers") or {}
+    except (OSError, yaml.YAMLError, AttributeError) as error:
+        raise UserError(f"{path}: not a readable run file ({' '.join(str(error).split())}).") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--role", required=True)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--wait", type=float, default=1800, help="seconds until it must be healthy (a 1T model loads slowly)")
+    parser.add_argument("--wait", type=float, default=3600, help="seconds until it must be healthy (a 1T model loads slowly)")
     args = parser.parse_args()
-    text = args.config.read_text()
-    document = yaml.safe_load(text)
-    for key in ("run_dir", "target"):
-        text = text.replace(f"{{{key}}}", str(document.get(key, "")))
-    parent = os.getppid()
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(sign, lambda *_: sys.exit(0))
-    process, _ = start_server(yaml.safe_load(text).get("servers") or {}, args.role, args.log, args.wait)
+        if sign != signal.SIGHUP or signal.getsignal(sign) != signal.SIG_IGN:  # nohup has it ignored
+            signal.signal(sign, lambda *_: sys.exit(0))
+    process, _ = start_server(read_servers(args.config), args.role, args.log, args.wait)
     try:
-        while os.getppid() == parent:  # a shell that was killed must not leave a server behind
-            if process.poll() is not None:
-                raise UserError(f"servers.{args.role}: the server ended with code {process.returncode}. Read {args.log}.")
+        while process.poll() is None:
             time.sleep(0.5)
-        log("the process that started this one is gone: stopping")
+        raise UserError(f"servers.{args.role}: the server ended with code {process.returncode}. Read {args.log}.")
     finally:
         stop_server(process)
 
