@@ -22,7 +22,8 @@ It counts where token p+2+k is a response token.
 Shapes: B samples packed one after the other, C context rows, R query rows (those that carry loss in some step: the tail of each
 sample), H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D, I intermediate, K TTT steps, Vt target vocabulary, Vd draft vocabulary.
 Glossary: loss_k mean loss of TTT step k | full_acc_k steps 0..k all right | cond_acc_k step k right, given that 0..k-1 were |
-accept_length tokens emitted per target step, bonus included. A draft is right when it is the token that the target emitted: on greedy
+accept_length tokens emitted per target step, bonus included: in validation lines by a walk as greedy serving makes it, in step lines
+1 + the sum of full_acc, which is larger, since it counts every row and not only those where a verify step would begin. A draft is right when it is the token that the target emitted: on greedy
 responses that is what greedy serving checks, on sampled ones it has the probability with which serving at that temperature accepts it.
 """
 from __future__ import annotations
@@ -54,7 +55,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 try:
     import triton
@@ -243,7 +244,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--serve-sglang-version", help="the SGLang that will serve the drafter: decides the layer ids (default: the one that captured)")
     p.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), help="of the matrix products (default: bfloat16 on a GPU, float32 on a CPU)")
     p.add_argument("--export-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", help="cpu, cuda (default: a GPU if there is one)")
+    p.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one; CUDA_VISIBLE_DEVICES says which")
+    p.add_argument("--resume", action="store_true", help="on by itself: the same command goes on from the last checkpoint in --output-dir")
     p.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="evaluate and save every so many steps besides each epoch's end")
     p.add_argument("--keep-checkpoints", type=int, default=2, help="the latest checkpoints kept; best/ stays besides")
     p.add_argument("--num-workers", type=int, default=4, help="threads that read samples ahead")
@@ -253,7 +255,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 MAY_CHANGE = {"config", "verifier-path", "data-dir", "vocab-mapping-dir", "output-dir", "num-workers", "log-every", "keep-checkpoints", "tensorboard", "device",
-              "grad-accum", "release-share"}
+              "resume", "grad-accum", "release-share"}
 
 
 # ------------------------------------------------------------------ operations
@@ -1112,6 +1114,9 @@ class Target:
         self.folder = folder
         config = read_json(folder / "config.json")
         self.config = config.get("text_config") or config
+        missing = [key for key in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings") if key not in self.config]
+        if missing:
+            raise UserError(f"{folder}/config.json: no {', '.join(missing)} there. --verifier-path must name the target's folder.")
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             self.files = read_json(index).get("weight_map", {})
@@ -1144,6 +1149,10 @@ class Target:
             raise UserError(f"{self.folder / self.files[name]}: not readable ({error}).") from None
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(f"{self.folder}: {name} is {tensor.dtype}: quantised? It must be bf16, fp16 or fp32.")
+        hidden = self.config["hidden_size"]
+        wanted = (hidden,) if what == "norm" else (self.config["vocab_size"], hidden)
+        if tensor.shape != wanted:
+            raise UserError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, config.json says {wanted}.")
         return tensor
 
 
@@ -1162,7 +1171,11 @@ def read_mapping(folder: Path, vocab: int) -> torch.Tensor:
 
 
 def release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    """The numbers of "0.5.15.post1", three of them. Raises UserError: the layer ids hang on them."""
+    numbers = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
+    if not numbers:
+        raise UserError(f"{version!r} is no version of SGLang. Name one with --serve-sglang-version, like 0.5.23.")
+    return tuple(map(int, numbers.groups()))
 
 
 def captured_layers(ids: list[int], version: str) -> list[int]:
@@ -1315,7 +1328,8 @@ def check_data(folder: Path, index: list[dict], expected: dict, cache: Path, hea
     """Read every file once: what is wrong with it, its response spans and its `response_mass`, kept in `cache` (so it is done once a run)."""
     rank, world = place.rank, place.world
     cache.mkdir(exist_ok=True)
-    starts = [start for start in range(0, len(index), CHECK_CHUNK) if not (cache / f"{start:08d}.safetensors").exists()][rank::world]
+    # A rank's share must not depend on what others have finished when it looks
+    starts = [start for start in range(0, len(index), CHECK_CHUNK)[rank::world] if not (cache / f"{start:08d}.safetensors").exists()]
     begun = told = time.monotonic()
     read = 0
     with ThreadPoolExecutor(max(1, workers)) as pool:
@@ -1338,22 +1352,24 @@ def check_data(folder: Path, index: list[dict], expected: dict, cache: Path, hea
                     masses.append(mass)
                     read += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
                 records.append(record)
-            path = cache / f"{start:08d}.safetensors"
-            save_file({"mass": torch.cat(masses)}, path.with_suffix(".tmp"), {"samples": json.dumps(records)})
-            os.replace(path.with_suffix(".tmp"), path)
+            write_atomic(cache / f"{start:08d}.safetensors", save({"mass": torch.cat(masses)}, {"samples": json.dumps(records)}))
             if rank == 0 and time.monotonic() - told > 10:
                 told = time.monotonic()
                 done = starts.index(start) + 1
-                log(f"check {min(len(index), done * CHECK_CHUNK * world)}/{len(index)} | {read / 1e9 / (told - begun):.2f} GB/s a rank"
+                log(f"check {min(len(index), start + world * CHECK_CHUNK)}/{len(index)} | {read / 1e9 / (told - begun):.2f} GB/s a rank"
                     f" | eta {duration((told - begun) / done * (len(starts) - done))}")
 
 
-def read_checked(folder: Path, cache: Path, max_tokens: int):
-    """(samples, problems {id: reason}, share of response tokens that are the target's argmax) from `check_data`'s cache."""
+def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
+    """(samples, problems {id: reason}, share of response tokens that are the target's argmax) from `check_data`'s cache. Raises UserError."""
     samples, problems, agreed, predicted = [], {}, 0, 0
-    for path in sorted(cache.glob("*.safetensors")):
-        with safe_open(path, "np") as file:
-            mass, records = file.get_tensor("mass"), json.loads(file.metadata()["samples"])
+    for start in range(0, len(index), CHECK_CHUNK):
+        path = cache / f"{start:08d}.safetensors"
+        try:
+            with safe_open(path, "np") as file:
+                mass, records = file.get_tensor("mass"), json.loads(file.metadata()["samples"])
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: not readable ({error}). Delete it and run the same command again.") from None
         at = 0
         for record in records:
             if record["problem"]:
@@ -2030,8 +2046,8 @@ def read_inputs(args, say) -> Inputs:
     if data.get("bounded"):
         raise UserError(f"{args.data_dir}: extracted in bounded mode, so most of its samples are gone. Only the --follow run that trained on them can go on.")
     target = Target(args.verifier_path)
-    if target.config.get("hidden_size") != data["hidden_size"]:
-        raise UserError(f"{args.data_dir}: states of hidden size {data['hidden_size']}, the target at {args.verifier_path} has {target.config.get('hidden_size')}.")
+    if target.config["hidden_size"] != data["hidden_size"]:
+        raise UserError(f"{args.data_dir}: states of hidden size {data['hidden_size']}, the target at {args.verifier_path} has {target.config['hidden_size']}.")
     draft_ids = read_mapping(args.vocab_mapping_dir, target.config["vocab_size"])
     layers = [int(layer) for layer in str(data["capture_layers"]).strip("[]").split(",")]
     shape = draft_shape(args, target.config, len(draft_ids))
@@ -2040,7 +2056,14 @@ def read_inputs(args, say) -> Inputs:
     hashes = {**{name: sha256_file(args.data_dir / file) for name, file in source.items()}, "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),
               "target_config": sha256_file(args.verifier_path / "config.json")}
     if args.finetune_from:
-        hashes["finetune_from"] = sha256_file(args.finetune_from / "model.safetensors")
+        old = args.finetune_from / "eagle3.json"
+        old_layers = read_json(old).get("capture_layers") if old.exists() else layers
+        if old_layers != layers:
+            raise UserError(f"{old}: trained on capture layers {old_layers}, {args.data_dir} holds {layers}. Extract those, or start without --finetune-from.")
+        try:
+            hashes["finetune_from"] = sha256_file(args.finetune_from / "model.safetensors")
+        except OSError as error:
+            raise UserError(f"--finetune-from: {error}. Name a folder that 04_train.py exported (best/ or checkpoint-<step>/).") from None
     if args.follow:
         return Inputs(data, [], target, draft_ids, layers, shape, config_json, hashes)
     index = args.data_dir / "index.jsonl"
@@ -2057,14 +2080,15 @@ def usable_samples(args, inputs: Inputs, head: torch.Tensor, place: Place):
                inputs.draft_ids.to(place.device), place, args.num_workers)
     if place.world > 1:
         dist.barrier()
-    samples, problems, agreement = read_checked(args.data_dir, cache, args.max_seq_len)
+    samples, problems, agreement = read_checked(args.data_dir, cache, inputs.index, args.max_seq_len)
     dropped = {reason: sum(value == reason for value in problems.values()) for reason in sorted(set(problems.values()))}
-    for name, problem in sorted(problems.items())[:10]:
-        place.say(f"skipped {sample_path(args.data_dir, name)} | {problem}")
-    damaged = sum(count for reason, count in dropped.items() if not reason.startswith("no response token"))
-    if damaged > MAX_BAD * len(inputs.index):
-        raise UserError(f"{args.data_dir}: {damaged} of {len(inputs.index)} samples are bad ({dropped}; the first: {sample_path(args.data_dir, min(problems))}). "
-                        f"Run 03_extract.py --verify, extract anew what it names, and delete {cache}.")
+    damaged = sorted(name for name, problem in problems.items() if not problem.startswith("no response token"))
+    too_many = len(damaged) > MAX_BAD * len(inputs.index)
+    for name in damaged[:10 if too_many else None] + sorted(problems.keys() - set(damaged))[:10]:
+        place.say(f"skipped {sample_path(args.data_dir, name)} | {problems[name]}")
+    if too_many:
+        raise UserError(f"{args.data_dir}: {len(damaged)} of {len(inputs.index)} samples are bad ({dropped}; the first: {sample_path(args.data_dir, damaged[0])}). "
+                        "Run 03_extract.py --verify, extract anew what it names (--redo-failed), then this with another --output-dir.")
     if agreement < MIN_AGREEMENT and samples:
         raise other_target(args.data_dir, agreement)
     if len(samples) < 2:
@@ -2175,10 +2199,10 @@ class HostCopy:
         return self.value
 
 
-def stop_if_not_finite(step: int, sums: HostCopy, output: Path, samples: list[Sample]) -> None:
+def stop_if_not_finite(step: int, sums: HostCopy, path: Path, samples: list[Sample]) -> None:
     if not torch.isfinite(sums.read()).all():
-        write_atomic(output / f"not-finite-{step}.json", json.dumps({"step": step, "samples": [str(sample.path) for sample in samples]}, indent=1) + "\n")
-        log(f"loss is not finite in step {step}: stopped; the batch is named in {output / f'not-finite-{step}.json'}, the last checkpoint is untouched")
+        write_atomic(path, json.dumps({"step": step, "samples": [str(sample.path) for sample in samples]}, indent=1) + "\n")
+        log(f"loss is not finite in step {step}: stopped; the batch is named in {path}, the last checkpoint is untouched")
         sys.exit(1)
 
 
@@ -2186,27 +2210,28 @@ def check_args(args) -> None:
     missing = [f"--{name}" for name in ("verifier-path", "data-dir", "vocab-mapping-dir", "output-dir") if getattr(args, name.replace("-", "_")) is None]
     if missing:
         raise UserError(f"{', '.join(missing)} not given. See --help.")
+    for limits, fits, flags in (
+            ("at least 1", lambda x: x >= 1, "epochs max-steps max-seq-len batch-tokens grad-accum ttt-steps num-draft-steps log-every keep-checkpoints "
+                                             "num-heads num-kv-heads head-dim intermediate-size max-position-embeddings"),
+            ("at least 0", lambda x: 0 <= x < math.inf, "lr weight-decay step-decay noise-std num-workers save-every"),
+            ("above 0", lambda x: 0 < x < math.inf, "max-grad-norm rope-theta"),
+            ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup-ratio"),
+            ("at least 0 and below 1", lambda x: 0 <= x < 1, "beta1 beta2 ema"),
+            ("between 0 and 1", lambda x: 0 < x < 1, "val-ratio")):
+        for flag in flags.split():
+            value = getattr(args, flag.replace("-", "_"))
+            if value is not None and not fits(value):
+                raise UserError(f"--{flag} {value} cannot be: it must be {limits}.")
     args.num_draft_steps = args.num_draft_steps or args.ttt_steps
     args.batch_tokens = max(args.batch_tokens, args.max_seq_len)
-    at_least_1 = ("epochs", "batch_tokens", "grad_accum", "ttt_steps", "log_every", "keep_checkpoints", "max_seq_len")
-    if any(getattr(args, name) < 1 for name in at_least_1) or not 0 < args.val_ratio < 1 or not 0 <= args.ema < 1 or (args.max_steps or 1) < 1:
-        raise UserError(f"{', '.join('--' + name.replace('_', '-') for name in at_least_1)} and --max-steps must be at least 1, "
-                        "--val-ratio between 0 and 1, --ema at least 0 and below 1.")
     if args.follow and (args.epochs != 1 or args.max_steps or not 0 < args.release_share <= 1):
         raise UserError("--follow is one pass: it needs --epochs 1, no --max-steps (cut with 03's --limit), and a --release-share above 0, at most 1.")
     if args.follow:
         args.order = "plan"
-    if args.step_weights and len(args.step_weights) != args.ttt_steps:
-        raise UserError(f"--step-weights: {len(args.step_weights)} of them for --ttt-steps {args.ttt_steps}.")
+    if args.step_weights and (len(args.step_weights) != args.ttt_steps or not all(0 <= weight < math.inf for weight in args.step_weights)):
+        raise UserError(f"--step-weights {args.step_weights}: --ttt-steps {args.ttt_steps} needs as many, none below 0.")
     if args.num_draft_steps > args.ttt_steps:
         raise UserError(f"--num-draft-steps {args.num_draft_steps} needs --ttt-steps of at least as many, not {args.ttt_steps}.")
-
-
-def target_head(inputs: Inputs) -> torch.Tensor:
-    head = inputs.target.tensor("head")
-    if head.shape != (inputs.shape.vocab, inputs.shape.hidden):
-        raise UserError(f"{inputs.target.folder}: lm_head has shape {tuple(head.shape)}, config.json says {(inputs.shape.vocab, inputs.shape.hidden)}.")
-    return head
 
 
 def main(argv: list[str]) -> None:
@@ -2223,6 +2248,8 @@ def main(argv: list[str]) -> None:
         repair(output)
     if place.world > 1:
         dist.barrier()
+        if not (output / "stage.json").exists():
+            raise UserError(f"{output}: rank {place.rank} does not see what rank 0 wrote there. All nodes must share the filesystem of --output-dir.")
     versions = {"python": platform.python_version(), "torch": torch.__version__, "sglang": inputs.data["sglang_version"]}
     gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "cpu"
     say(f"config {json.dumps(config)}")
@@ -2233,7 +2260,7 @@ def main(argv: list[str]) -> None:
         return
 
     # Data: every file is read and compared once, then packed into steps; with --order plan they are packed as planned, and what is bad left out.
-    head = target_head(inputs)
+    head = inputs.target.tensor("head")
     follow, found, dropped, agreement = None, {}, {}, 0.0
     if not args.follow:
         samples, dropped, agreement = usable_samples(args, inputs, head, place)
@@ -2245,6 +2272,8 @@ def main(argv: list[str]) -> None:
         train.sort(key=lambda sample: position[sample.id])
     else:
         train, val = split_samples(samples, args.val_ratio, args.seed)
+    if not train:
+        raise UserError(f"--val-ratio {args.val_ratio} leaves none of {len(val)} samples to train on. Lower it.")
     epochs = [plan_epoch(train, args.batch_tokens, place.world * args.grad_accum, args.seed, epoch, args.order == "shuffle") for epoch in range(args.epochs)]
     if len(epochs[0][0]) < place.world:
         raise UserError(f"{len(train)} training samples fill {len(epochs[0][0])} micro-batches, fewer than the {place.world} ranks. Use fewer, or a lower --batch-tokens.")
@@ -2268,7 +2297,10 @@ def main(argv: list[str]) -> None:
     draft = Drafter(shape, place.dtype, place.device, inputs.target.tensor("embed"), head[inputs.draft_ids], inputs.draft_ids, args.max_seq_len + K)
     del head
     if args.finetune_from:
-        draft.load(load_file(args.finetune_from / "model.safetensors"))
+        try:
+            draft.load(load_file(args.finetune_from / "model.safetensors"))
+        except (SafetensorError, UserError) as error:
+            raise UserError(f"{args.finetune_from}/model.safetensors: {error}") from None
     else:
         draft.initialise(args.seed)
     trainer, best, seen = Trainer(draft, args), None, None
@@ -2302,6 +2334,9 @@ def main(argv: list[str]) -> None:
         with draft.using(trainer.average):
             found = evaluate(draft, val, args, place)
         prediction = found.pop("prediction")
+        if not all(map(math.isfinite, found.values())):  # the weights went wrong in this very step, after its loss
+            say(f"validation loss is not finite after step {trainer.step}: stopped, the last checkpoint is untouched. Lower --lr, in another --output-dir")
+            sys.exit(1)
         if not best or found["accept_length"] > best["accept_length"]:
             best = {"step": trainer.step, "accept_length": found["accept_length"]}
         if place.rank == 0:
@@ -2358,7 +2393,7 @@ def main(argv: list[str]) -> None:
         window.tokens += sum(train[i].tokens for indices in bins for i in indices)
         if pending:  # the step before this one: the GPU is done with it, or nearly so, and has this one to go on with
             stop_if_not_finite(*pending)
-        pending = step, HostCopy(sums), output, sum(members, [])
+        pending = step, HostCopy(sums), output / f"not-finite-{step}-rank{rank}.json", sum(members, [])
         if follow:
             follow.behind([train[i] for indices in ours for i in indices])
 
@@ -2369,7 +2404,7 @@ def main(argv: list[str]) -> None:
                 dist.all_reduce(window.sums)
             metrics = step_metrics(window.sums.cpu(), window.counts)
             metrics |= {"loss": sum(weight * metrics[f"loss_{k}"] for k, weight in enumerate(loss_weights(args))),
-                        "accept_length": 1 + sum(metrics[f"full_acc_{k}"] for k in range(K)), "lr": lr, "epoch": epoch}
+                        "accept_length": 1 + sum(metrics[f"full_acc_{k}"] for k in range(args.num_draft_steps)), "lr": lr, "epoch": epoch}
             seconds = time.monotonic() - window.begun
             if rank == 0:
                 journal.add({"step": step, **metrics})
