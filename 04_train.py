@@ -1478,7 +1478,7 @@ def learning_rate(step: int, total: int, peak: float, warmup: int, scheduler: st
 
 
 def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wait: samples):
-    """Yields (batch on the device, seconds waited for files); `workers` threads read ahead, copies run beside the computation.
+    """Yields (bin, its batch on the device, seconds waited for files); `workers` threads read ahead, copies run beside the computation.
 
     take(bin, wait) gives a bin's samples ([]: none is left, the bin is passed over), or None where they are not there yet and it shall not wait.
     """
@@ -1487,14 +1487,15 @@ def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wai
     with ThreadPoolExecutor(max(1, workers)) as pool:
         def fill(wait: bool) -> None:
             while todo and len(ahead) <= workers and (samples := take(todo[0], wait and not ahead)) is not None:
-                todo.popleft()
+                item = todo.popleft()
                 if samples:
-                    ahead.append(pool.submit(load, samples))
+                    ahead.append((item, pool.submit(load, samples)))
 
         fill(True)
         while ahead:
             begun = time.monotonic()
-            batch = ahead.popleft().result()
+            item, future = ahead.popleft()
+            batch = future.result()
             waited = time.monotonic() - begun
             fill(False)  # never waits while a batch is here: what it would wait for may need the room that this one frees
             if copies:
@@ -1504,9 +1505,9 @@ def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wai
                 for value in vars(moved).values():
                     if torch.is_tensor(value):
                         value.record_stream(torch.cuda.current_stream(device))  # allocated on the other stream, used here
-                yield moved, waited
+                yield item, moved, waited
             else:
-                yield batch.to(device, dtype), waited
+                yield item, batch.to(device, dtype), waited
             fill(True)
 
 
@@ -1598,7 +1599,7 @@ class Follow:
         self.failed, self.failed_size, self.released = set(), 0, set()
         self.there, self.unchecked, self.checks, self.busy = set(), deque(), {}, []  # files seen; of this rank's: to check; futures; those at work
         self.seen, self.mine = self.nothing(), self.nothing()  # up to the last checkpoint, of all ranks; since then, of this one
-        self.bound, self.count = self.read_bound(), 0
+        self.bound = self.read_bound()
 
     @staticmethod
     def nothing() -> dict:
@@ -1785,9 +1786,9 @@ class Follow:
             freed += size
             del self.landed[name]
             self.there.discard(name)
-            self.count += 1
+        self.released.update(going)
         held = sum(size for _, size in files.values()) - freed
-        self.place.say(f"released {len(going):,} samples behind step {step}, {len(self.released) + self.count:,} in all | {freed / 1e9:,.3f} GB"
+        self.place.say(f"released {len(going):,} samples behind step {step}, {len(self.released):,} in all | {freed / 1e9:,.3f} GB"
                        f" | disk {held / 1e9:,.3f}/{self.bound / 1e9:,.3f} GB")
 
     def finish(self) -> str:
@@ -1853,7 +1854,7 @@ def evaluate(draft: Drafter, samples: list[Sample], args, place) -> dict:
     sums = torch.zeros(K, 4, dtype=torch.float64, device=device)
     histogram, walks = np.zeros(draft_steps + 1, np.int64), {}
     load = functools.partial(collate, steps=K, hidden=draft.shape.hidden, pin=device.type == "cuda")
-    for (batch, _), members in zip(feed(bins, load, args.num_workers, device, draft.dtype), bins):
+    for members, batch, _ in feed(bins, load, args.num_workers, device, draft.dtype):
         step_sums, right = ttt_pass(draft, batch, [1.0] * K, kind=args.loss)
         sums += step_sums
         right = right.cpu().numpy()
@@ -1864,9 +1865,7 @@ def evaluate(draft: Drafter, samples: list[Sample], args, place) -> dict:
     histogram = torch.from_numpy(histogram).to(device)
     if world > 1:
         dist.all_reduce(sums), dist.all_reduce(histogram)
-        parts = [None] * world
-        dist.all_gather_object(parts, walks)
-        walks = {name: value for part in parts for name, value in part.items()}
+    walks = {name: value for part in all_ranks(walks, place) for name, value in part.items()}
     sums, histogram = sums.cpu(), histogram.tolist()
     verify, correct = sum(histogram), sum(k * n for k, n in enumerate(histogram))
     counts = np.sum([sample.counts(K) for sample in samples], 0)
@@ -1900,21 +1899,15 @@ def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
 
 
-def sync_tree(folder: Path) -> None:
-    """Flush every file below `folder` to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
 def replace_folder(temporary: Path, final: Path) -> None:
     """Put `temporary` in the place of `final`. `repair` ends what a crash cut short between the two renames."""
-    sync_tree(temporary)
+    for path in [*temporary.rglob("*"), temporary]:
+        sync_folder(path)  # files as well
     old = final.with_name(final.name + ".old")
     if final.exists():
         os.replace(final, old)
     os.replace(temporary, final)
+    sync_folder(final.parent)  # before older ones go
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -2064,12 +2057,11 @@ def read_inputs(args, say) -> Inputs:
             hashes["finetune_from"] = sha256_file(args.finetune_from / "model.safetensors")
         except OSError as error:
             raise UserError(f"--finetune-from: {error}. Name a folder that 04_train.py exported (best/ or checkpoint-<step>/).") from None
-    if args.follow:
-        return Inputs(data, [], target, draft_ids, layers, shape, config_json, hashes)
-    index = args.data_dir / "index.jsonl"
-    if not index.is_file() or sha256_file(index) != data["index_sha256"]:
-        raise UserError(f"{index}: missing, or not the one that manifest.json was written for. Run 03_extract.py again.")
-    index = [json.loads(line) for line in index.read_text().splitlines()]
+    index, path = [], args.data_dir / "index.jsonl"
+    if not args.follow:
+        if not path.is_file() or sha256_file(path) != data["index_sha256"]:
+            raise UserError(f"{path}: missing, or not the one that manifest.json was written for. Run 03_extract.py again.")
+        index = [json.loads(line) for line in path.read_text().splitlines()]
     return Inputs(data, index, target, draft_ids, layers, shape, config_json, hashes)
 
 
@@ -2120,14 +2112,14 @@ class Journal:
             self.writer.add_scalar(key, value, row["step"])
 
 
-def save_checkpoint(args, trainer: Trainer, inputs: Inputs, best: dict | None, provenance: dict, seen: dict | None) -> None:
+def save_checkpoint(args, trainer: Trainer, inputs: Inputs, best: dict | None, prediction: dict | None, agreement: float, seen: dict | None) -> None:
     """checkpoint-<step>/ as SGLang loads it, with training_state/ in it; then best/; then the oldest go. seen: what --follow has behind it."""
     output, step = args.output_dir, trainer.step
     folder, temporary = output / f"checkpoint-{step}", output / f"checkpoint-{step}.tmp"
     (temporary / "training_state").mkdir(parents=True)
     save_file(trainer.draft.export(trainer.average, getattr(torch, args.export_dtype)), temporary / "model.safetensors", {"format": "pt"})
     (temporary / "config.json").write_text(json.dumps(inputs.config_json, indent=1) + "\n")
-    (temporary / "eagle3.json").write_text(json.dumps(provenance, indent=1) + "\n")
+    (temporary / "eagle3.json").write_text(json.dumps(provenance(args, inputs, step, prediction, agreement), indent=1) + "\n")
     save_file(trainer.tensors(), temporary / "training_state" / "state.safetensors")
     (temporary / "training_state" / "state.json").write_text(json.dumps({"step": step, "best": best} | ({"seen": seen} if seen else {})) + "\n")
     replace_folder(temporary, folder)
@@ -2319,15 +2311,15 @@ def main(argv: list[str]) -> None:
 
     def validate_and_save(best, val):
         """Evaluate, write checkpoint-<step> and, if it predicts the longest accept_length so far, best/. Returns the best."""
-        agreement_now = agreement
+        share, seen = agreement, None
         if follow:
             if trainer.step == total:  # before, some of the validation samples have not landed
                 inputs.hashes["hidden_states"], val = follow.finish(), follow.validation()
             seen = follow.gather()
-            agreement_now = seen["agreed"] / max(1, seen["predicted"])
+            share = seen["agreed"] / max(1, seen["predicted"])
             if trainer.step < total:
                 if place.rank == 0:
-                    save_checkpoint(args, trainer, inputs, None, provenance(args, inputs, trainer.step, None, agreement_now), seen)
+                    save_checkpoint(args, trainer, inputs, None, None, share, seen)
                 return None
             if place.rank == 0:
                 write_val_ids(output, val)
@@ -2343,7 +2335,7 @@ def main(argv: list[str]) -> None:
             journal.add({"step": trainer.step, **{f"val_{key}": value for key, value in found.items()}})
             say(f"validation step {trainer.step}/{total} | loss_k {listed(found, 'loss', K)} | full_acc {listed(found, 'full_acc', K)} | cond_acc {listed(found, 'cond_acc', K)}"
                 f" | accept_length {found['accept_length']:.3f} | by position {' '.join(f'{share:.3f}' for share in prediction['accept_by_position'])}")
-            save_checkpoint(args, trainer, inputs, best, provenance(args, inputs, trainer.step, prediction, agreement_now), follow and seen)
+            save_checkpoint(args, trainer, inputs, best, prediction, share, seen)
         if place.world > 1:
             dist.barrier()
         return best
@@ -2360,16 +2352,10 @@ def main(argv: list[str]) -> None:
         return follow.take(members, wait) if follow else [found[sample.id] for sample in members if sample.id in found]
 
     def micro_batches():
-        ahead = deque()
-
         def take(planned, wait):
-            samples = present(planned[1], wait)
-            if samples:
-                ahead.append(planned)
-            return samples
+            return present(planned[1], wait)
 
-        for batch, waited in feed(mine, load, args.num_workers, place.device, place.dtype, take):
-            epoch, indices = ahead.popleft()
+        for (epoch, indices), batch, waited in feed(mine, load, args.num_workers, place.device, place.dtype, take):
             window.waited += waited
             window.flops += batch.flops(shape, K)
             if args.noise_std:

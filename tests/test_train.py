@@ -25,6 +25,15 @@ STEP_WEIGHTS = [1.0, 0.7, 0.3]
 K = len(STEP_WEIGHTS)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices as small as these are five times slower on two threads where the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """(folder, embed, head, draft ids) of a small random target."""
