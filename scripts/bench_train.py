@@ -1,6 +1,6 @@
 """Speed and memory of 04_train's own training step, at the size of Kimi-K2.5's drafter, on the GPU at hand.
 
-    python3 scripts/bench_train.py                  # checks, ceilings, table (a few minutes on an H200; `files` writes 4.6 GB)
+    python3 scripts/bench_train.py                  # checks, ceilings, table (a few minutes on an H200; `files` writes 4.7 GB)
     python3 scripts/bench_train.py --profile        # besides: where the time of a step goes, kernel by kernel
     python3 scripts/bench_train.py --check-only     # only: each fused kernel against its plain form; exit code 1 if one differs
     torchrun --nproc_per_node 2 scripts/bench_train.py --cases t4096     # the same work on one and on two GPUs
