@@ -22,9 +22,10 @@ It counts where token p+2+k is a response token.
 Shapes: B samples packed one after the other, C context rows, R query rows (those that carry loss in some step: the tail of each
 sample), H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D, I intermediate, K TTT steps, Vt target vocabulary, Vd draft vocabulary.
 Glossary: loss_k mean loss of TTT step k | full_acc_k steps 0..k all right | cond_acc_k step k right, given that 0..k-1 were |
-accept_length tokens emitted per target step, bonus included: in validation lines by a walk as greedy serving makes it, in step lines
-1 + the sum of full_acc, which is larger, since it counts every row and not only those where a verify step would begin. A draft is right when it is the token that the target emitted: on greedy
-responses that is what greedy serving checks, on sampled ones it has the probability with which serving at that temperature accepts it.
+accept_length tokens emitted per target step, bonus included: in validation lines by a walk as greedy serving makes it; in step lines
+1 + the sum of full_acc, which is larger, since it counts every row and not only those where a verify step would begin. A draft is right when
+it is the token that the target emitted: on greedy responses that is what greedy serving checks, on sampled ones it has the probability with
+which serving at that temperature accepts it.
 """
 from __future__ import annotations
 
@@ -2185,7 +2186,8 @@ class HostCopy:
 def stop_if_not_finite(step: int, sums: HostCopy, path: Path, samples: list[Sample]) -> None:
     if not torch.isfinite(sums.read()).all():
         write_atomic(path, json.dumps({"step": step, "samples": [str(sample.path) for sample in samples]}, indent=1) + "\n")
-        log(f"loss is not finite in step {step}: stopped; the batch is named in {path}, the last checkpoint is untouched")
+        log(f"loss is not finite in step {step}: stopped; the batch is named in {path}, the last checkpoint is untouched. "
+            "Look at its samples, or lower --lr in another --output-dir")
         sys.exit(1)
 
 
@@ -2318,7 +2320,7 @@ def main(argv: list[str]) -> None:
             found = evaluate(draft, val, args, place)
         prediction = found.pop("prediction")
         if not all(map(math.isfinite, found.values())):  # the weights went wrong in this very step, after its loss
-            say(f"validation loss is not finite after step {trainer.step}: stopped, the last checkpoint is untouched. Lower --lr, in another --output-dir")
+            say(f"validation loss is not finite after step {trainer.step}: stopped, the last checkpoint is untouched. Lower --lr in another --output-dir")
             sys.exit(1)
         if not best or found["accept_length"] > best["accept_length"]:
             best = {"step": trainer.step, "accept_length": found["accept_length"]}
