@@ -806,9 +806,7 @@ class Drafter:
     @contextmanager
     def using(self, source: Flat):
         """Compute with the weights `source` instead (an average of them) for a while."""
-        if source is self.master:
-            yield
-        elif source.flat.dtype == self.dtype:
+        if source.flat.dtype == self.dtype:
             self.weights = source
             yield
             self.weights = self.master
@@ -1860,9 +1858,10 @@ def evaluate(draft: Drafter, samples: list[Sample], args, place) -> dict:
     walks = {name: value for part in all_ranks(walks, place) for name, value in part.items()}
     sums, histogram = sums.cpu(), histogram.tolist()
     verify, correct = sum(histogram), sum(k * n for k, n in enumerate(histogram))
+    accept_length = 1 + correct / max(1, verify)
     counts = np.sum([sample.counts(K) for sample in samples], 0)
-    return step_metrics(sums, counts) | {"accept_length": 1 + correct / max(1, verify), "prediction": {
-        "num_steps": draft_steps, "accept_length": 1 + correct / max(1, verify), "verify_steps": verify, "correct_drafts": correct,
+    return step_metrics(sums, counts) | {"accept_length": accept_length, "prediction": {
+        "num_steps": draft_steps, "accept_length": accept_length, "verify_steps": verify, "correct_drafts": correct,
         "histogram": histogram, "accept_by_position": [sum(histogram[j + 1:]) / max(1, verify) for j in range(draft_steps)],
         "val_ids_file": "val_ids.json", "samples": dict(sorted(walks.items()))}}
 
