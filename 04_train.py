@@ -2344,10 +2344,7 @@ def main(argv: list[str]) -> None:
         return follow.take(members, wait) if follow else [found[sample.id] for sample in members if sample.id in found]
 
     def micro_batches():
-        def take(planned, wait):
-            return present(planned[1], wait)
-
-        for (epoch, indices), batch, waited in feed(mine, load, args.num_workers, place.device, place.dtype, take):
+        for (epoch, indices), batch, waited in feed(mine, load, args.num_workers, place.device, place.dtype, lambda planned, wait: present(planned[1], wait)):
             window.waited += waited
             window.flops += batch.flops(shape, K)
             if args.noise_std:

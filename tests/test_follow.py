@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import ROOT, TINY_KIMI, free_port, load_script, post, run_script
-from train_reference import random_sample, write_hidden_states, write_mapping, write_sample, write_target
+from train_reference import random_sample, write_hidden_states, write_mapping, write_target
 
 train, extract = load_script("04_train"), load_script("03_extract")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
