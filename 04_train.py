@@ -1760,6 +1760,7 @@ class Follow:
         if self.bound is None or self.place.rank:
             return
         sync_folder(self.args.output_dir)  # the checkpoint's name
+        sync_folder(self.folder / "landed.jsonl")  # 03 knows a released sample by its line there, after a power cut too
         files = {path.name.removesuffix(".safetensors"): (path, path.stat().st_size) for path in self.folder.glob("[0-9a-f][0-9a-f]/*.safetensors")}
         self.poll()
         going = [name for name in files if name in self.landed and self.step_of.get(name, self.total + 1) <= step]
