@@ -38,14 +38,14 @@ class ApiServer:
     """
 
     def __init__(self, answer):
-        self.requests, self.asked, self.dead, lock = [], Counter(), False, threading.Lock()
+        self.requests, self.asked, self.dead, self.probe_status, lock = [], Counter(), False, 404, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
 
             def do_GET(handler):  # what is probed at the start: this is no SGLang
-                handler.send_error(404)
+                handler.send_error(self.probe_status)
 
             def do_POST(handler):
                 body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))

@@ -1,4 +1,6 @@
 """01_generate.py: against the real SGLang on a CPU, and against an API server with bad manners."""
+import asyncio
+import errno
 import json
 import os
 import random
@@ -146,6 +148,34 @@ def test_a_sample_that_always_fails_is_set_aside(tmp_path, capsys):
     assert api.asked == {"question 0": 1, "question 1": 4, "question 2": 1}  # the good ones were not asked again
 
 
+def test_a_key_that_runs_dry_does_not_drop_the_rest_in_silence(tmp_path, capsys):
+    """OpenRouter says 403 when a key's limit is reached: those samples are set aside like failures, not dropped as bad requests."""
+    def answer(body, nth):
+        return Reply(chat("fine", completion_tokens=3)) if len(api.asked) <= 5 else Reply({"error": {"code": 403, "message": "Key limit exceeded"}}, 403)
+    with ApiServer(answer) as api:
+        code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 60), tmp_path / "out", "--concurrency", 1, "--max-attempts", 1), capsys)
+    assert code == 1 and "http_403 11" in err and len(rows_of(tmp_path / "out")) == 5 and not (tmp_path / "out/manifest.json").exists()
+
+
+def test_refusals_of_what_is_left_do_not_end_a_resumed_run(tmp_path, capsys):
+    """Everything answerable is answered; after a kill only samples that the API refuses are left, and they come first."""
+    bad = {f"question {i}" for i in range(5, 30)}
+    answer = lambda body, nth: Reply({"error": {"message": "too long"}}, 400) if body["messages"][-1]["content"] in bad else Reply(chat("fine", completion_tokens=3))
+    with ApiServer(answer) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 30), tmp_path / "out")
+        assert run_here(argv, capsys)[0] == 0
+        for name in ("manifest.json", "dropped.jsonl"):
+            (tmp_path / "out" / name).unlink()  # as a kill before the end leaves it
+        assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 5 and len(dropped_of(tmp_path / "out")) == 25
+
+
+def test_half_a_surrogate_pair_in_a_server_s_message(tmp_path, capsys):
+    message = lambda body, nth: Reply('{"error": {"message": "bad \\ud800 text"}}', 400 if body["messages"][-1]["content"] == "question 1" else 500)
+    with ApiServer(lambda body, nth: message(body, nth) if nth == 0 else Reply(chat("fine", completion_tokens=3))) as api:
+        code, out, _ = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out"), capsys)
+    assert code == 0 and dropped_of(tmp_path / "out") == {"p1-t0": "http_400"} and "http_500" in out and "\ud800" not in out
+
+
 def test_server_that_refuses_everything_or_is_not_there(tmp_path, capsys):
     with ApiServer(lambda body, nth: Reply({"error": {"message": "unknown field"}}, 400)) as api:
         code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 40), tmp_path / "a"), capsys)
@@ -172,6 +202,53 @@ def test_failover_and_outage(tmp_path, capsys):
     with dying(10) as api:
         code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 60), tmp_path / "gone", "--outage-s", 1), capsys)
     assert code == 2 and api.url in err and "no answer for 1 s" in err and 6 <= len(rows_of(tmp_path / "gone")) <= 14
+
+
+@pytest.mark.parametrize("bad", [Reply({"error": {"message": "slow down"}}, 429, {"Retry-After": "3"}), Reply("busy", 503), Reply("oops", 500)], ids=["429", "503", "500"])
+def test_a_server_that_gives_only_errors_does_not_draw_every_request(bad, tmp_path, capsys):
+    """It has nothing in flight, so it is always the least busy one."""
+    with ApiServer(lambda body, nth: bad) as broken, ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as healthy:
+        began = time.monotonic()
+        code, *_ = run_here(flags(broken.url, prompts(tmp_path / "p.jsonl", 20), tmp_path / "out", "--base-url", healthy.url, "--outage-s", 2), capsys)
+    assert code == 0 and len(rows_of(tmp_path / "out")) == 20 and sum(broken.asked.values()) <= 10 and time.monotonic() - began < 2.5
+
+
+def test_sglang_behind_a_gateway_that_is_not_up_yet_is_no_text_api(tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        api.probe_status = 503
+        code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out"), capsys)
+        assert code == 2 and "HTTP 503" in err and not api.requests
+        assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--api", "openai"), capsys)[0] == 0
+
+
+def test_a_busy_server_does_not_skip_the_template_check(tmp_path, capsys):
+    class Stub:
+        url, free, down, down_until, failures, in_flight = "http://stub", [1], False, 0.0, 0, 0
+
+        async def post(self, path, body, key_env):
+            reply = replies.pop(0)
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
+
+    def check(*more):
+        args = generate.build_parser().parse_args(["--tokenizer", "x", "--output-dir", "x", "--backoff-s", "0.01", "--max-attempts", "3"])
+        run = generate.Run(args, "sglang", [Stub()], tokens, generate.Store(tmp_path, None), iter(()), 1)
+        asyncio.run(run.check_kind([{"role": "user", "content": "x"}], None))
+        return bool(run.checked)
+    tokens, busy, broken = tokens_of(TINY_KIMI), generate.Retry("http_503", blame=False), generate.Retry("http_500")
+    ids = tokens.prompt_ids([{"role": "user", "content": "x"}], None)
+    good = {"choices": [{"prompt_token_ids": ids}], "usage": {"prompt_tokens": len(ids)}}
+    replies = [*[busy] * 5, {"choices": []}, good]
+    assert check() and not replies
+    replies = [busy, {"choices": [{"prompt_token_ids": [1, *ids]}], "usage": {"prompt_tokens": len(ids) + 1}}]
+    with pytest.raises(generate.UserError, match="renders a prompt of user"):
+        check()
+    replies = [generate.Drop("http_400", "context too long")]  # says nothing about the template: the next prompt of this kind is compared
+    assert not check()
+    replies = [broken] * 3
+    with pytest.raises(generate.UserError, match="--no-check-template"):
+        check()
 
 
 # ---- requests in each API's own terms
@@ -321,6 +398,37 @@ def test_killed_while_sorting(tmp_path, capsys, monkeypatch):
     assert sum(api.asked.values()) == 10
 
 
+def test_sorting_leaves_no_part_behind_that_is_not_needed(tmp_path, monkeypatch):
+    """A part may hold fewer rows than it could (a damaged line deleted by hand, a full disk): the sorted copy can need fewer parts."""
+    monkeypatch.setattr(generate, "ROWS_PER_PART", 4)
+    row = lambda i: json.dumps({"id": f"p{i}-t0", "prompt_ids": [1], "response_ids": [2], "finish_reason": "stop", "flags": [], "source": "p", "ids_source": "server"}) + "\n"
+    for dies in (False, True):
+        folder = tmp_path / str(dies)
+        folder.mkdir()
+        (folder / "part-00000.jsonl").write_text(row(3) + row(1) + row(2))
+        (folder / "part-00001.jsonl").write_text(row(0))
+        if dies:  # before the copy is put in place
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(generate, "place_sorted", lambda folder: (_ for _ in ()).throw(KeyboardInterrupt))
+                generate.finish(folder, {}, {}, {})
+            generate.place_sorted(folder)
+        generate.finish(folder, {}, {}, {})
+        assert {path.name for path in folder.glob("part-*")} == {"part-00000.jsonl"}
+        assert (folder / "part-00000.jsonl").read_text() == "".join(map(row, range(4)))
+
+
+def test_disk_full_while_sorting_is_one_line(tmp_path, capsys, monkeypatch):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "out")
+        with monkeypatch.context() as patch:
+            def full(*names):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            patch.setattr(os, "rename", full)
+            code, _, err = run_here(argv, capsys)
+        assert code == 1 and "cannot write (No space left on device)" in err and len(err.splitlines()) == 1
+        assert run_here(argv, capsys)[0] == 0 and set(api.asked.values()) == {1}
+
+
 def test_second_process_on_one_folder_refuses(tmp_path):
     with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=0.5)) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 24), tmp_path / "out")
@@ -367,6 +475,41 @@ def test_limit_grows_and_a_changed_wish_is_refused(tmp_path, capsys):
         assert code == 2 and "inputs" in err
 
 
+@pytest.mark.parametrize("wrong", [["--stop-token", "<|e|>"], ["--think-tokens", "<a>", "<b>"], ["--base-url", "http://127.0.0.1:9"], ["--model", "other"]],
+                         ids=lambda words: words[0])
+def test_a_wish_that_nothing_was_answered_for_may_be_mended(wrong, tmp_path, capsys):
+    answer = lambda body, nth: Reply(chat("fine", completion_tokens=3) if body["model"] == "m" else {"error": {"message": "no such model"}}, 200 if body["model"] == "m" else 404)
+    with ApiServer(answer) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out")
+        broken = [word if word != api.url or wrong[0] != "--base-url" else wrong[1] for word in argv]
+        assert run_here([*broken, *(wrong if broken == argv else [])], capsys)[0] == 2
+        assert run_here(argv, capsys)[0] == 0
+        assert run_here([*argv, "--stop-token", "<think>"], capsys)[0] == 2 and len(rows_of(tmp_path / "out")) == 2  # but not what was answered
+
+
+def test_a_finished_folder_stays_finished_when_no_server_answers(tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 4), tmp_path / "out")
+        assert run_here([*argv, "--limit", 2], capsys)[0] == 0
+    assert run_here(argv, capsys)[0] == 2 and (tmp_path / "out/manifest.json").exists()
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--limit", -1], "--limit -1"), (["--max-cost-usd", 0], "--max-cost-usd 0"), (["--max-tokens-total", 0], "--max-tokens-total 0"),
+    (["--log-interval", 0], "--log-interval 0"), (["--seed", -1, "--shuffle"], "--seed -1"), (["--extra-body", "[]"], "not a JSON object"),
+    (["--base-url", "http://h:abc"], "not an http(s) URL"), (["--tokenizer", "nowhere"], "nowhere: no such folder")], ids=lambda value: str(value[0]))
+def test_bad_flags_are_one_line(words, says, tmp_path, capsys):
+    code, _, err = run_here(["--prompts", prompts(tmp_path / "p.jsonl", 1), "--model", "m", "--tokenizer", TINY_KIMI, "--output-dir", tmp_path / "out", *words], capsys)
+    assert code == 2 and says in err and len(err.splitlines()) == 1 and not (tmp_path / "out/stage.json").exists()
+
+
+def test_white_space_around_a_key_is_not_sent(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("A_KEY", "secret\r\n")
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--api-key-env", "A_KEY"), capsys)[0] == 0
+    assert api.requests[0][3]["Authorization"] == "Bearer secret"
+
+
 # ---- budgets
 
 @pytest.mark.parametrize("how", ["tokens", "cost told by the API", "cost from prices"])
@@ -389,6 +532,13 @@ def test_cost_bound_without_any_price_is_refused(tmp_path, capsys):
     with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
         code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 20), tmp_path / "out", "--max-cost-usd", 1), capsys)
     assert code == 2 and "--usd-per-mtok" in err and sum(api.asked.values()) == 1
+
+
+def test_a_model_that_costs_nothing_is_not_asked_one_by_one(tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3, cost=0.0), delay=0.2)) as api:
+        code, *_ = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 9), tmp_path / "out", "--max-cost-usd", 1, "--concurrency", 8), capsys)
+    times = [when for when, *_ in api.requests]
+    assert code == 0 and times[-1] - times[0] < 1  # the first alone, then 8 at once
 
 
 def test_budget_counts_what_was_in_flight_at_a_kill(tmp_path):
@@ -560,6 +710,17 @@ def test_answers_that_stand_in_the_prompt_rows_keep_their_reasoning(tmp_path, ca
     assert dropped_of(tmp_path / "out") == {"b-t0": "no_answer_given"}
 
 
+def test_given_calls_that_are_no_text_are_dropped(tmp_path, capsys):
+    talk = lambda text, **answer: [{"role": "user", "content": text}, {"role": "assistant", **answer}]
+    file = write_jsonl(tmp_path / "p.jsonl", [
+        {"id": "good", "messages": talk("a", content="b")},
+        {"id": "object", "messages": talk("c", tool_calls=[{"id": "x", "function": {"name": "f", "arguments": {"a": 1}}}])},
+        {"id": "bare", "messages": talk("d", tool_calls=[{}])},
+        {"id": "no_id", "messages": talk("e", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])}])
+    assert run_here(flags(None, file, tmp_path / "out", "--answers", "given"), capsys)[0] == 0
+    assert set(rows_of(tmp_path / "out")) == {"good-t0", "no_id-t0"} and dropped_of(tmp_path / "out") == {"object-t0": "bad_prompt", "bare-t0": "bad_prompt"}
+
+
 def test_special_tokens_must_be_one_id(tmp_path, capsys):
     code, _, err = run_here(flags(None, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--answers", "given", "--stop-token", "<|end|>"), capsys)
     assert code == 2 and "<|end|>" in err and "--stop-token" in err
@@ -576,6 +737,23 @@ def test_tool_calls_read_from_ids_and_rebuilt_are_the_same():
     assert tokens.read(prompt, ids[:-2])[3] == ["tool_calls_malformed"] and tokens.read(prompt, ids[:-8])[2] == calls[:1]
     made_up = generate.Answer("", None, [{"id": "call_8f3", "type": "function", "function": {"name": "add", "arguments": "{}"}}], "tool_calls", None)
     assert "functions.add:5" in tokens.decode(tokens.answer_ids(made_up, prompt, 5)) and made_up.flags == ["tool_id_rebuilt"]
+
+
+def test_calls_of_the_engine_stay_as_emitted():
+    """An id that is not of Kimi's form is rewritten only where ids are rebuilt."""
+    tokens = tokens_of(TINY_KIMI)
+    prompt, mark = tokens.prompt_ids([{"role": "user", "content": "x"}], None), tokens.tool
+    ids = [tokens.end_think, mark["section_begin"], mark["call_begin"], *tokens.encode("add:0"), mark["argument_begin"], *tokens.encode("{}"), mark["call_end"],
+           mark["section_end"], tokens.stop]
+    answer = generate.read_native({"output_ids": ids, "meta_info": {"finish_reason": {"type": "stop"}, "prompt_tokens": len(prompt)}}, prompt, tokens)
+    assert generate.settle_ids(answer, prompt, tokens, 3, "rule") == (ids, "server")
+    assert answer.tool_calls[0]["id"] == "add:0" and answer.flags == ["rebuild_differs"]
+
+
+def test_a_summary_is_no_reasoning_wherever_it_stands():
+    for kind, reason in (("reasoning.summary", "reasoning_summary"), ("reasoning.encrypted", "reasoning_encrypted")):
+        with pytest.raises(generate.Drop, match=reason):
+            generate.read_chat(chat("4", completion_tokens=5, reasoning="in short: 4", reasoning_details=[{"type": kind}]), "openrouter")
 
 
 # ---- prompts
@@ -610,6 +788,44 @@ def test_multi_turn_asks_in_order_with_what_the_target_said(tmp_path, capsys, to
     assert order.index("one") < order.index("two")
 
 
+def test_no_turn_follows_a_call_whose_result_is_not_known(tmp_path, capsys):
+    call = [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    file = write_jsonl(tmp_path / "p.jsonl", [{"id": "x", "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "old"}, {"role": "user", "content": "two"}]}])
+    for finish in ("stop", "tool_calls"):
+        with ApiServer(lambda body, nth: Reply(chat(None, finish=finish, tool_calls=call))) as api:
+            assert run_here(flags(api.url, file, tmp_path / finish), capsys)[0] == 0
+        assert len(api.requests) == 1 and dropped_of(tmp_path / finish) == {"x-t1": "after_tool_call"}
+
+
+@pytest.mark.parametrize("options, asked", [("prompt=q", "mapped"), ("", "usual"), ("messages=talk", "talked")])
+def test_a_mapped_column_wins(options, asked):
+    row = {"q": "mapped", "messages": [{"role": "user", "content": "usual"}], "talk": [{"role": "user", "content": "talked"}]}
+    assert generate.as_messages(row, dict(pair.split("=") for pair in options.split(",") if pair), None)[0] == [{"role": "user", "content": asked}]
+
+
+@pytest.mark.parametrize("weight", ["abc", "0", "-1", "nan", "inf", ""])
+def test_a_weight_is_a_number(weight):
+    with pytest.raises(generate.UserError, match="weight"):
+        generate.split_spec(f"x.jsonl,weight={weight}")
+
+
+def test_the_log_counts_prompts_that_will_be_asked(tmp_path, capsys):
+    """The mix ends with the first exhausted source, duplicates are not asked, and without a finished prompt there is no eta."""
+    few = write_jsonl(tmp_path / "few.jsonl", [{"prompt": f"a {i}"} for i in range(10)])
+    many = write_jsonl(tmp_path / "many.jsonl", [{"prompt": f"b {i // 2}"} for i in range(100)])
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=0.3 if len(api.requests) == 1 else 0)) as api:
+        argv = ["--prompts", f"{few},weight=3", "--prompts", f"{many},weight=1", *flags(api.url, few, tmp_path / "out")[2:], "--concurrency", 1, "--log-interval", 0.1]
+        code, out, _ = run_here(argv, capsys)
+    lines = [line for line in out.splitlines() if " prompts | " in line]
+    assert code == 0 and " 0/13 prompts" in lines[0] and lines[0].endswith("eta unknown") and " 12/12 prompts" in lines[-1] and "0h00m00s" in lines[-1]
+
+
+def test_the_same_words_with_other_tools_are_another_prompt():
+    tools = [[{"type": "function", "function": {"name": name}}] for name in "ab"]
+    keys = [generate.fingerprint([{"role": "user", "content": text}], given) for text, given in (("x", tools[0]), ("X ", tools[0]), ("x", tools[1]), ("x", None))]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
 def test_mix_holds_its_weights_in_every_prefix():
     order = list(generate.mix([100, 1000], [3.0, 1.0], seed=0, shuffle=True))
     assert order == list(generate.mix([100, 1000], [3.0, 1.0], seed=0, shuffle=True)) != list(generate.mix([100, 1000], [3.0, 1.0], seed=1, shuffle=True))
@@ -637,6 +853,30 @@ def test_datasets_columns_weights_and_duplicates(tmp_path, capsys):
     assert rows["disk-2-t0"]["messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Ask 2"}]
     code, _, err = run_here(["--dataset", f"{tmp_path}/share.parquet", *argv[2:]], capsys)
     assert code == 2 and "no prompt among the columns ['talk', 'uid']" in err
+
+
+def test_a_data_set_file_is_its_bytes_and_its_split(tmp_path, capsys):
+    import datasets
+    file = tmp_path / "x.parquet"
+    datasets.Dataset.from_dict({"q": ["one", "two"], "id": ["a", "a"]}).to_parquet(file)
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        argv = [*flags(api.url, file, tmp_path / "out")[2:], "--dataset"]
+        assert "the id a appears twice" in run_here([*argv, f"{file},prompt=q"], capsys)[2] and not api.requests
+        assert run_here([*argv, f"{file},prompt=q,id=none,split=train[:1]"], capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 1
+        os.utime(file, (1, 1))
+        assert "complete already" in run_here([*argv, f"{file},prompt=q,id=none,split=train[:1]"], capsys)[1]
+
+
+def test_ids_are_compared_before_anything_is_paid(tmp_path, capsys):
+    """The prompts of a folder cannot be changed any more once it is begun."""
+    file = write_jsonl(tmp_path / "p.jsonl", [{"id": f"p{i}", "prompt": f"question {i}"} for i in (*range(12), 0)])
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+        code, _, err = run_here(flags(api.url, file, tmp_path / "out"), capsys)
+        assert code == 2 and "p.jsonl:13: the id p0 appears twice" in err and not api.requests
+        other = write_jsonl(tmp_path / "q.jsonl", [{"id": "p-1", "prompt": "x"}])  # what a row without an id in p.jsonl is called
+        file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+        code, _, err = run_here(flags(api.url, other, tmp_path / "out", "--prompts", file), capsys)
+        assert code == 2 and "p.jsonl:2: the id p-1 appears twice" in err and not api.requests
 
 
 @pytest.mark.parametrize("line, says", [("{", "p.jsonl:2"), ('{"id": "x"}', "no prompt among the columns ['id']"), ('{"id": "p0", "prompt": "y"}', "appears twice"), ("[]", "not an object")])
