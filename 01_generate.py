@@ -199,6 +199,8 @@ def json_object(text: str) -> dict:
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    if taken := value.keys() & {"max_tokens", "max_completion_tokens", "max_new_tokens", "n", "stream"}:
+        raise argparse.ArgumentTypeError(f"{sorted(taken)} would break the budgets or the reading of answers")
     return value
 
 
@@ -697,7 +699,7 @@ class Tokens:
     def answer_ids(self, answer: Answer, prompt_ids: list[int], n_calls_before: int) -> list[int]:
         """Ids of an answer given as text: reasoning + </think> + content + tool section + stop. Strips nothing. Raises Drop.
 
-        The stop token only after finish stop or tool_calls; an answer cut inside its reasoning has no </think> either.
+        The stop token only after finish stop or tool_calls; a cut answer has no </think> after reasoning alone, no end of its last call either.
         """
         ids, cut = [], answer.finish not in ("stop", "tool_calls")
         if self.open_think(prompt_ids):
@@ -721,6 +723,8 @@ class Tokens:
                 ids += [self.tool["call_begin"], *self.encode(call["id"]), self.tool["argument_begin"],
                         *self.encode(arguments), self.tool["call_end"]]
             ids.append(self.tool["section_end"])
+            if cut:  # somewhere in the last call: its end was not emitted
+                return ids[:-2]
         return ids if cut else [*ids, self.stop]
 
 
@@ -896,8 +900,8 @@ def read_chat(body: dict, api: str) -> Answer:
         if not content and not calls and not (reasoning and finish == "length"):
             raise Drop("empty")  # reasoning alone is kept only where the limit cut it
         calls = text_calls(calls)
-        if not isinstance(content, str):
-            raise TypeError(f"content is {type(content).__name__}")
+        if not isinstance(content, str) or not isinstance(finish, str):
+            raise TypeError(f"content is {type(content).__name__}, finish_reason {type(finish).__name__}")
     except Drop as drop:
         raise Drop(str(drop), drop.detail, usage) from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:

@@ -130,6 +130,13 @@ def test_connection_cut_in_the_middle_and_timeouts_are_retried(tmp_path, capsys)
     assert "timeout 2" in out and "connection_cut 1" in out
 
 
+@pytest.mark.parametrize("choice", [{"message": {"content": 5}, "finish_reason": "stop"}, {"message": {"content": "x"}, "finish_reason": {"type": "stop"}},
+                                    {"message": {"content": "x", "reasoning_details": ["y"]}, "finish_reason": "stop"}, {"message": "x"}, None])
+def test_an_answer_of_unknown_form_is_asked_again(choice):
+    with pytest.raises(generate.Retry, match="bad_answer"):
+        generate.read_chat({"choices": [choice]}, "openai")
+
+
 def test_retry_after_in_seconds_and_as_a_date():
     assert [generate.retry_after({"retry-after": value}) for value in ("2", "0.5", "soon")] == [2, 0.5, None]
     assert generate.retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)}) == pytest.approx(30, abs=2)
@@ -321,7 +328,7 @@ def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, e
     """Promised: an answer on the disk is never asked for again; a kill costs at most --concurrency requests, those in flight or not yet
     on the disk; the folder ends in the same bytes."""
     server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
-    questions = [json.loads(line) for line in open(TINY_KIMI.parent.parent / "configs/quickstart_prompts.jsonl")][:n] if (TINY_KIMI.parent.parent / "configs/quickstart_prompts.jsonl").exists() else []
+    questions = [json.loads(line) for line in open(ROOT / "configs/quickstart_prompts.jsonl")][:n]
     questions += [{"id": f"extra{i}", "prompt": f"What is item {i} of the list?"} for i in range(n - len(questions))]
     file, concurrency = write_jsonl(tmp_path / "p.jsonl", questions), 16
     with CountingProxy(server.url) as proxy:
@@ -497,6 +504,7 @@ def test_a_finished_folder_stays_finished_when_no_server_answers(tmp_path, capsy
 @pytest.mark.parametrize("words, says", [
     (["--limit", -1], "--limit -1"), (["--max-cost-usd", 0], "--max-cost-usd 0"), (["--max-tokens-total", 0], "--max-tokens-total 0"),
     (["--log-interval", 0], "--log-interval 0"), (["--seed", -1, "--shuffle"], "--seed -1"), (["--extra-body", "[]"], "not a JSON object"),
+    (["--extra-body", '{"max_tokens": 9}'], "['max_tokens'] would break the budgets"),
     (["--base-url", "http://h:abc"], "not an http(s) URL"), (["--tokenizer", "nowhere"], "nowhere: no such folder")], ids=lambda value: str(value[0]))
 def test_bad_flags_are_one_line(words, says, tmp_path, capsys):
     code, _, err = run_here(["--prompts", prompts(tmp_path / "p.jsonl", 1), "--model", "m", "--tokenizer", TINY_KIMI, "--output-dir", tmp_path / "out", *words], capsys)
@@ -735,6 +743,8 @@ def test_tool_calls_read_from_ids_and_rebuilt_are_the_same():
     ids = tokens.answer_ids(answer, prompt, 0)
     assert tokens.read(prompt, ids) == ("think", "I call.", calls, [])
     assert tokens.read(prompt, ids[:-2])[3] == ["tool_calls_malformed"] and tokens.read(prompt, ids[:-8])[2] == calls[:1]
+    cut = generate.Answer("I call.", "think", [*calls[:1], {**calls[1], "function": {"name": "get-weather", "arguments": '{"ci'}}], "length", None)
+    assert tokens.decode(tokens.answer_ids(cut, prompt, 0)).endswith('<|tool_call_argument_begin|>{"ci')  # where in the call it was cut is not known
     made_up = generate.Answer("", None, [{"id": "call_8f3", "type": "function", "function": {"name": "add", "arguments": "{}"}}], "tool_calls", None)
     assert "functions.add:5" in tokens.decode(tokens.answer_ids(made_up, prompt, 5)) and made_up.flags == ["tool_id_rebuilt"]
 
