@@ -699,7 +699,7 @@ class Tokens:
     def answer_ids(self, answer: Answer, prompt_ids: list[int], n_calls_before: int) -> list[int]:
         """Ids of an answer given as text: reasoning + </think> + content + tool section + stop. Strips nothing. Raises Drop.
 
-        The stop token only after finish stop or tool_calls; a cut answer has no </think> after reasoning alone, no end of its last call either.
+        The stop token only after finish stop or tool_calls; a cut answer ends neither reasoning that nothing follows nor its last call.
         """
         ids, cut = [], answer.finish not in ("stop", "tool_calls")
         if self.open_think(prompt_ids):
@@ -1017,6 +1017,30 @@ def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("part-*.jsonl"))
 
 
+def sort_rows(folder: Path, places: list[int]) -> dict[str, str]:
+    """{part: sha256} of the folder's rows, written anew in the order of their places. A kill leaves the old order or the new one."""
+    temporary, files = folder / "sorted", {}
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    handles = [open(path, "rb") for path in parts(folder)]
+    for start in range(0, len(places), ROWS_PER_PART):
+        path = temporary / part_name(start // ROWS_PER_PART)
+        with open(path, "wb") as out:
+            for place in places[start:start + ROWS_PER_PART]:
+                handle = handles[place >> 48]
+                handle.seek(place & (1 << 48) - 1)
+                out.write(handle.readline())
+            out.flush()
+            os.fsync(out.fileno())
+        files[path.name] = sha256_file(path)
+    for handle in handles:
+        handle.close()
+    sync_folder(temporary)
+    os.rename(temporary, folder / "sorted.ready")
+    place_sorted(folder)
+    return files
+
+
 def place_sorted(folder: Path) -> None:
     """Put a complete sorted copy, which finish() made, in place of the parts. Goes on where a kill stopped it."""
     ready = folder / "sorted.ready"
@@ -1121,9 +1145,12 @@ class Run:
     the end, so a resumed run tries them again; answers and drops that were paid for are on the disk at once.
     """
 
-    def __init__(self, args, api: str, servers: list[Server], tokens: Tokens, store: Store, prompts: Iterator[Prompt | dict], n_rows: int):
-        self.args, self.api, self.servers, self.tokens, self.store = args, api, servers, tokens, store
-        self.prompts, self.n_rows, self.unpaid, self.budget = prompts, n_rows, {}, Budget(args, store)
+    def __init__(self, args, key: str | None, api: str, urls: list[str], tokens: Tokens, store: Store, sources: list[Source]):
+        self.args, self.api, self.tokens, self.store, self.unpaid, self.budget = args, api, tokens, store, {}, Budget(args, store)
+        tls = ssl.create_default_context()  # one for all clients
+        self.servers = [Server(url, key, args.concurrency, args.timeout_s, tls) for url in urls]
+        self.prompts = read_prompts(sources, args)
+        self.n_rows = sum(1 for _ in mix([len(source) for source in sources], source_weights(sources), args.seed, shuffle=False))
         self.halt, self.failed, self.errors = None, Counter(), Counter()  # failed: kinds of error that samples were given up for
         self.n_prompts = self.n_skipped = self.n_answers = self.n_tokens = self.n_refused = 0  # n_skipped: rows that cannot be asked
         self.n_old = 0  # prompts that an earlier session finished
@@ -1314,7 +1341,7 @@ class Run:
         broken = server.failures >= 3 and any(not other.down for other in self.servers if other is not server)
         if kind == "unreachable" or broken:
             if not server.down:
-                log(f"{server.url} " + ("cannot be reached; trying on" if kind == "unreachable" else f"gives only errors ({kind}); trying on"))
+                log(f"{server.url} {'cannot be reached' if kind == 'unreachable' else f'gives only errors ({kind})'}; trying on")
             server.down, server.down_until = True, max(server.down_until, now + PROBE_S)
         self.failing_since = self.failing_since or now
         if now - self.failing_since > self.args.outage_s:
@@ -1420,7 +1447,8 @@ async def discover(args, key: str | None) -> tuple[str, str | None, list[str]]:
             info = {}
         found[url] = info if isinstance(info, dict) and {"version", "served_model_name"} <= set(info) else {}
     if not found:
-        raise UserError(f"no server answers: {', '.join(f'{url} ({error})' for url, error in down.items())}. Start it or check --base-url and --api.")
+        raise UserError(f"no server answers: {', '.join(f'{url} ({error})' for url, error in down.items())}. "
+                        "Start it or check --base-url and --api.")
     if down:
         log(f"not up yet, will be tried: {', '.join(down)}")
     served = {(info.get("version"), info.get("served_model_name")) for info in found.values()}
@@ -1468,58 +1496,38 @@ async def check_template(server: Server, args, tokens: Tokens, messages: list[di
 def finish(folder: Path, dropped: dict[str, dict], head: dict, cost: dict):
     """Sort all rows by id, so that order of completion leaves no trace; then dropped.jsonl, report.json and, last, manifest.json."""
     ids, places, prompt_lens, response_lens = [], array.array("q"), array.array("i"), array.array("i")
-    finishes, flags, sources, ids_sources = Counter(), Counter(), Counter(), Counter()
+    seen = {name: Counter() for name in ("finish_reasons", "flags", "sources", "ids_source")}
     for number, path in enumerate(parts(folder)):
         for offset, row in rows(path):
             ids.append(row["id"])
             places.append(number << 48 | offset)
             prompt_lens.append(len(row["prompt_ids"]))
             response_lens.append(len(row["response_ids"]))
-            finishes[row["finish_reason"]] += 1
-            flags.update(row["flags"])
-            sources[row["source"]] += 1
-            ids_sources[row["ids_source"]] += 1
+            seen["finish_reasons"][row["finish_reason"]] += 1
+            seen["flags"].update(row["flags"])
+            seen["sources"][row["source"]] += 1
+            seen["ids_source"][row["ids_source"]] += 1
     reasons = Counter(row["reason"] for row in dropped.values())
     if not ids:
         raise UserError(f"{folder}: not one answer was kept; dropped: {dict(reasons)}.")
-    order = sorted(range(len(ids)), key=ids.__getitem__)
     assert len(set(ids)) == len(ids), "an id was written twice"
-    temporary, files = folder / "sorted", {}
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    handles = [open(path, "rb") for path in parts(folder)]
-    for start in range(0, len(order), ROWS_PER_PART):
-        path = temporary / part_name(start // ROWS_PER_PART)
-        with open(path, "wb") as out:
-            for i in order[start:start + ROWS_PER_PART]:
-                handle = handles[places[i] >> 48]
-                handle.seek(places[i] & (1 << 48) - 1)
-                out.write(handle.readline())
-            out.flush()
-            os.fsync(out.fileno())
-        files[path.name] = sha256_file(path)
-    for handle in handles:
-        handle.close()
-    sync_folder(temporary)
-    os.rename(temporary, folder / "sorted.ready")
-    place_sorted(folder)
+    files = sort_rows(folder, [places[i] for i in sorted(range(len(ids)), key=ids.__getitem__)])
     write_atomic(folder / "dropped.jsonl", "".join(json.dumps(dropped[row_id], ensure_ascii=False) + "\n" for row_id in sorted(dropped)))
     lengths = {name: {f"p{q}": int(np.percentile(values, q)) for q in (1, 10, 50, 90, 99, 100)} | {"mean": round(float(np.mean(values)), 1)}
                for name, values in (("prompt", prompt_lens), ("response", response_lens)) if values}
     counts = {"kept": len(ids), "dropped": dict(sorted(reasons.items()))}
-    seen = {"finish_reasons": finishes, "flags": flags, "sources": sources, "ids_source": ids_sources}
     seen = {name: dict(sorted(counter.items())) for name, counter in seen.items()} | {
         "tokens": {"prompt": sum(prompt_lens), "response": sum(response_lens)}, "lengths": lengths}
     write_atomic(folder / "report.json", json.dumps({"counts": counts, **seen, "cost": cost}, indent=1) + "\n")
     write_atomic(folder / "manifest.json", json.dumps({**head, "counts": counts, **seen, "files": files}, indent=1) + "\n")
-    log(f"kept {len(ids):,} | dropped {sum(reasons.values()):,} {dict(reasons)} | finish {dict(finishes)} | flags {dict(flags)}")
+    log(f"kept {len(ids):,} | dropped {sum(reasons.values()):,} {dict(reasons)} "
+        f"| finish {seen['finish_reasons']} | flags {seen['flags']}")
     for name, values in lengths.items():
         log(f"{name} tokens: " + " | ".join(f"{key} {value:,}" for key, value in values.items()))
     log("cost: " + " | ".join(f"{key} {value}" for key, value in cost.items()))
-    if "server" in ids_sources:
-        same = ids_sources["server"] - flags["rebuild_differs"]
-        log(f"ids rebuilt from text would equal the engine's in {same:,} of {ids_sources['server']:,} rows "
-            f"({100 * same / ids_sources['server']:.2f} %)")
+    if n := seen["ids_source"].get("server"):
+        same = n - seen["flags"].get("rebuild_differs", 0)
+        log(f"ids rebuilt from text would equal the engine's in {same:,} of {n:,} rows ({100 * same / n:.2f} %)")
 
 
 def main(argv: list[str]) -> None:
@@ -1579,7 +1587,8 @@ def answer_all(args, key: str | None, store: Store, sources: list[Source], confi
 
     # 3. ask
     (args.output_dir / "manifest.json").unlink(missing_ok=True)  # of a smaller --limit or budget: this session goes on from it
-    run = asyncio.run(session(args, key, api, urls, tokens, store, sources))
+    run = Run(args, key, api, urls, tokens, store, sources)
+    asyncio.run(run.work())
     if run.halt is None and run.failed.total() > args.max_failed_share * run.total:
         run.halt = Halt(run.failure_text(), code=1)
     if isinstance(run.halt, UserError):
@@ -1600,16 +1609,6 @@ def answer_all(args, key: str | None, store: Store, sources: list[Source], confi
     except OSError as error:
         print(f"{STAGE}: {cannot_write(args.output_dir, error)}", file=sys.stderr, flush=True)
         sys.exit(1)
-
-
-async def session(args, key: str | None, api: str, urls: list[str], tokens: Tokens, store: Store, sources: list[Source]) -> Run:
-    """One event loop's life."""
-    tls, sizes = ssl.create_default_context(), [len(source) for source in sources]
-    servers = [Server(url, key, args.concurrency, args.timeout_s, tls) for url in urls]
-    n_rows = sum(1 for _ in mix(sizes, source_weights(sources), args.seed, False))
-    run = Run(args, api, servers, tokens, store, read_prompts(sources, args), n_rows)
-    await run.work()
-    return run
 
 
 if __name__ == "__main__":
