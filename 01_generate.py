@@ -368,10 +368,10 @@ def prompt_id(source: str, number: int, given: object) -> str:
     return safe_id(f"{source}-{number}" if given is None else str(given))
 
 
-def claim(seen: set[str], prompt_id: str) -> None:
-    if prompt_id in seen:
-        raise UserError(f"the id {prompt_id} appears twice. Make ids unique, leave them out, or map another column with ,id=COLUMN.")
-    seen.add(prompt_id)
+def claim(seen: set[str], name: str) -> None:
+    if name in seen:
+        raise UserError(f"the id {name} appears twice. Make ids unique, leave them out, or map another column with ,id=COLUMN.")
+    seen.add(name)
 
 
 def split_spec(spec: str) -> tuple[str, dict]:
@@ -1334,7 +1334,7 @@ class Run:
         """Count it, keep away from a server that cannot be reached, end the run after --outage-s without any success."""
         kind, now = str(error), time.monotonic()
         if kind not in self.errors:
-            log(f"first {kind} from {server.url}: {error.detail}")
+            log(f"first {kind} from {server.url}: {error.detail}" + (f" (asks to wait {error.after:.0f} s)" if error.after else ""))
         self.errors[kind] += 1
         server.failures += 1
         # one that answers only errors has nothing in flight, so it would draw every request

@@ -111,6 +111,7 @@ def test_manner(manner, tmp_path, capsys, monkeypatch, tokenizer):
         assert code == 0 and rows["p1-t0"]["content"] == "fine" and api.asked == {"question 0": 1, "question 1": 2}
         first, second = [when for when, content, *_ in api.requests if content == "question 1"]
         assert second - first >= (2 if "Retry-After" in manner["headers"] else 0.02)
+        assert ("asks to wait 2 s" in out) == ("Retry-After" in manner["headers"])  # else a long wait looks like a hang
     elif case in DROPPED:
         assert code == 0 and dropped_of(tmp_path / "out") == {"p1-t0": DROPPED[case]} and set(rows) == {"p0-t0"}
         assert api.asked["question 1"] == 1
