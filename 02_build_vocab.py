@@ -91,7 +91,7 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
             repeated = isinstance(actions[key], argparse._AppendAction)
             tokens += [f"--{key}={item}" for item in value] if repeated else [f"--{key}", *map(str, value)]
         else:
-            tokens.append(f"--{key}={value}")
+            tokens.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
     return parser.parse_args(tokens + argv)
 
 
@@ -131,9 +131,12 @@ def read_manifest(folder: Path, stage: str) -> dict:
 
 
 def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
-    """Lock `folder` for this process and refuse what another config began there (`stage.json`). Keep the handle open."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / ".lock", "w")
+    """Lock `folder` for this process and refuse what another config began there (`stage.json`). Keep the handle open. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to ({error.strerror}). Name another --output-dir.") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it when the process dies, however it dies
     except BlockingIOError:

@@ -104,7 +104,7 @@ def test_unknown_key_of_a_run_file_is_one_line_and_exit_2(name, tmp_path):
 
 def test_flag_wins_over_run_file(tmp_path):
     script = load_script("02_build_vocab")
-    (tmp_path / "run.yaml").write_text("run_dir: /r\nbuild_vocab: {size: 5, name: '{run_dir}/x', all: true, many: [1, 2], mode: on}\n")
+    (tmp_path / "run.yaml").write_text("run_dir: /r\nbuild_vocab: {size: 5, name: '{run_dir}/x', all: true, many: [1, 2], mode: on, body: {a: [1]}}\n")
 
     def parse(*argv):
         parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -113,11 +113,12 @@ def test_flag_wins_over_run_file(tmp_path):
         parser.add_argument("--all", action="store_true")
         parser.add_argument("--mode", choices=["on", "off"])
         parser.add_argument("--many", action="append")
+        parser.add_argument("--body", type=json.loads)
         args = script.parse_args(parser, "build_vocab", ["--config", str(tmp_path / "run.yaml"), *argv])
-        return args.size, args.name, args.all, args.many, args.mode
+        return args.size, args.name, args.all, args.many, args.mode, args.body
 
-    assert parse() == (5, "/r/x", True, ["1", "2"], "on")
-    assert parse("--size", "7", "--many=3") == (7, "/r/x", True, ["3"], "on")
+    assert parse() == (5, "/r/x", True, ["1", "2"], "on", {"a": [1]})
+    assert parse("--size", "7", "--many=3", '--body={"b": 2}') == (7, "/r/x", True, ["3"], "on", {"b": 2})
 
 
 def test_open_stage_refuses_another_config_and_a_second_process(tmp_path):
@@ -129,6 +130,9 @@ def test_open_stage_refuses_another_config_and_a_second_process(tmp_path):
     script.open_stage(tmp_path / "out", {"a": 1, "urls": "y"}, {"urls"}).close()
     with pytest.raises(script.UserError, match="a: 1 there, 2 now"):
         script.open_stage(tmp_path / "out", {"a": 2, "urls": "x"}, {"urls"})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(script.UserError, match="file: cannot be written to"):
+        script.open_stage(tmp_path / "file", {}, set())
 
 
 def test_artifacts_json_says_what_the_scripts_do():
