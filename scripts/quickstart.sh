@@ -47,7 +47,7 @@ trap 'exit 130' INT; trap 'exit 143' TERM HUP
 start_server() {
   "$py" patches/sglang_patch.py apply >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
   : > "$logs/serve.log"
-  "$py" scripts/serve.py --config "$config" --role extract --log "$logs/server_extract.log" > "$logs/serve.log" 2>&1 & server=$!
+  "$py" scripts/serve.py --with-parent --config "$config" --role extract --log "$logs/server_extract.log" > "$logs/serve.log" 2>&1 & server=$!
   until grep -q ' ready at ' "$logs/serve.log"; do
     kill -0 "$server" 2>/dev/null || { server_failed; }
     sleep 0.5

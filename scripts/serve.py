@@ -1,4 +1,4 @@
-"""Start one server of a run file in the foreground, printing its full command first; it ends when this script does.
+"""Start one server of a run file in the foreground, printing its full command first; it ends when this script does, however that ends.
 
     python3 scripts/serve.py --config configs/quickstart.yaml --role extract --log .run/quickstart/logs/server_extract.log
 
@@ -119,23 +119,35 @@ def log(event: str) -> None:
     print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {STAGE} {event}", flush=True)
 
 
+def read_servers(path: Path) -> dict:
+    """The run file's `servers`, `{run_dir}` and `{target}` filled in. Raises UserError."""
+    try:
+        text = path.read_text()
+        document = yaml.safe_load(text)
+        if not isinstance(document, dict):
+            raise UserError(f"{path}: no run file: it holds no keys.")
+        for key in ("run_dir", "target"):
+            text = text.replace(f"{{{key}}}", str(document.get(key, "")))
+        return yaml.safe_load(text).get("servers") or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not a readable YAML file ({' '.join(str(error).split())}).") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--role", required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--wait", type=float, default=1800, help="seconds until it must be healthy (a 1T model loads slowly)")
+    parser.add_argument("--with-parent", action="store_true", help="end also when the process that started this one is gone, however it ended")
     args = parser.parse_args()
-    text = args.config.read_text()
-    document = yaml.safe_load(text)
-    for key in ("run_dir", "target"):
-        text = text.replace(f"{{{key}}}", str(document.get(key, "")))
-    parent = os.getppid()
+    servers, parent = read_servers(args.config), os.getppid()
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(sign, lambda *_: sys.exit(0))
-    process, _ = start_server(yaml.safe_load(text).get("servers") or {}, args.role, args.log, args.wait)
+        if sign != signal.SIGHUP or signal.getsignal(sign) != signal.SIG_IGN:  # nohup: the server is to outlive its terminal
+            signal.signal(sign, lambda *_: sys.exit(0))
+    process, _ = start_server(servers, args.role, args.log, args.wait)
     try:
-        while os.getppid() == parent:  # a shell that was killed must not leave a server behind
+        while not args.with_parent or os.getppid() == parent:
             if process.poll() is not None:
                 raise UserError(f"servers.{args.role}: the server ended with code {process.returncode}. Read {args.log}.")
             time.sleep(0.5)
