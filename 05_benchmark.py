@@ -303,7 +303,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sweep-grid", nargs="+", default=DEFAULT_SWEEP, metavar="STEPS,TOPK,DRAFTS")
     add("--doctor", action="store_true", help="compare the served acceptance with training's prediction and look for the cause of a gap")
     add("--run-dir", type=Path, metavar="DIR", help="for --doctor: holds responses/, vocab_mapping/, hidden_states/")
-    add("--near-tie", type=float, metavar="F", help="log-probability gap below which two answers may part; default 0.25, for float32 0.001")
     add("--usd-per-hour", type=float, metavar="F", help="price of the machine, for the cost of a million tokens")
     add("--api-key-env", metavar="VAR", help="environment variable with the servers' API key")
     add("--launch-timeout", type=float, default=3600, metavar="S")
@@ -1188,6 +1187,8 @@ def served_layers(facts: Facts) -> list[int]:
 
 
 def check_capture_layers(facts: Facts):
+    if not (facts.config.get("eagle_config") or {}).get("use_aux_hidden_state", True):
+        return "eagle_config.use_aux_hidden_state is false, so the draft is fed the final state and skips fc.", "Write true."
     if "eagle_aux_hidden_state_layer_ids" not in (facts.config.get("eagle_config") or {}):
         return None  # check_eagle_config's case
     served, trained = served_layers(facts), facts.trained("capture_layers")
@@ -1485,8 +1486,7 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
                 raise UserError(f"servers.speculative serves the drafter {served or '(none)'}, --draft-path names {args.draft_path}. "
                                 "Make them equal.")
     prompts = load_prompts(args, tokenizer_path)
-    config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else [str(v) if isinstance(v, Path) else v for v in value]
-              if isinstance(value, list) else value for key, value in vars(args).items()}
+    config = json.loads(json.dumps({key.replace("_", "-"): value for key, value in vars(args).items()}, default=str))
     inputs = {"prompts": hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest(),
               "prediction": hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest(),
               **(drafter_hashes(args.draft_path) if args.draft_path else {})}
@@ -1592,8 +1592,7 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
                 continue
             variant = endpoints.variant or "plain"
             url = endpoints.use(variant, dict(variants)[variant])
-            half = servers["plain"]["dtype"] != "float32"
-            near_tie = args.near_tie if args.near_tie is not None else 0.25 if half else 1e-3
+            near_tie = 1e-3 if servers["plain"]["dtype"] == "float32" else 0.25  # log-probability gap below which two answers may part
             common = answers[difference["id"]]["output_ids"][:difference["position"]]
             probes[key] = probe_difference(url, headers, about[difference["id"]], common, difference["tokens"], near_tie)
             append_rows(raw, [{"kind": "probe", "key": key, **probes[key]}])

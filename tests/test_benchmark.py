@@ -480,6 +480,8 @@ def test_the_doctor_names_faults_of_the_server_and_the_prompts(patient):
     assert patient.causes(accept={"correct_drafts": 0, "verify_steps": 9}) == ["accept_length exactly 1.00"]
     patient.edit(rope_scaling={"rope_type": "yarn", "factor": 4.0})
     assert patient.causes() == ["RoPE"]
+    patient.edit(rope_scaling=None, eagle_config=LAYERS | {"use_aux_hidden_state": False})
+    assert patient.causes() == ["capture layers"]
 
 
 def test_training_knows_its_map_also_where_the_run_folder_holds_another(patient):
