@@ -594,7 +594,7 @@ class Power:
             self.out, libc = tempfile.TemporaryFile("w+"), ctypes.CDLL(None)
             self.process = subprocess.Popen(["nvidia-smi", "--query-gpu=index,power.draw", "--format=csv,noheader,nounits", "-lms", "500"],
                                             stdout=self.out, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
-                                            preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))  # it ends with this process, as the servers do
+                                            preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))  # ends with this process, as servers do
         return self
 
     def __exit__(self, *_):
@@ -773,7 +773,8 @@ def prediction_check(prediction: dict | None, records: list[dict], server: dict,
     if same:
         predicted = 1 + values[:, 3].sum() / max(1, values[:, 2].sum())
     value = served["accept_length_in_answer"]
-    return {"predicted": predicted, "served": value, "ratio": value / predicted, "answers": len(same or counted), "of_validation": bool(same),
+    return {"predicted": predicted, "served": value, "ratio": value / predicted,
+            "answers": len(same or counted), "of_validation": bool(same),
             "interval": resampled(values, lambda s: (1 + s[1] / s[0]) / (1 + s[3] / s[2] if same else predicted)),  # of the ratio
             "equal_answers": equal, "as_long_answers": as_long,
             "predicted_by_position": prediction.get("accept_by_position"), "served_by_position": served["accept_by_position"]}
@@ -839,8 +840,8 @@ def verdict(report: dict) -> dict[str, str]:
             "undecided: the interval holds 1.00, measure more prompts or repeats"
         said[level] = f"{name}: {word} ({figures['speed_up']:.2f}x" + (f", 95 % interval {low:.2f} to {high:.2f})" if interval else ")")
         for variant in ("plain", name):
-            if row[variant]["failed"]:
-                said[level] += f"; {sum(row[variant]['failed'].values())} of {row[variant]['requests']} requests of {variant} failed: look at them first"
+            failed, requests = sum(row[variant]["failed"].values()), row[variant]["requests"]
+            said[level] += f"; {failed} of {requests} requests of {variant} failed: look at them first" if failed else ""
     return said
 
 
@@ -1091,7 +1092,7 @@ def probe_difference(url: str, headers: dict, prompt: dict, common: list[int], t
     except (KeyError, TypeError, IndexError):
         return {"kind": "not probed: this server gives no log-probabilities"}
     except (OSError, http.client.HTTPException) as error:
-        raise ServerGone(f"{url}: went away while differences were looked at ({error}). Start it again; the same command goes on.") from None
+        raise ServerGone(f"{url}: the server went away during the probes ({error}). Start it again; the same command goes on.") from None
     gap = abs(told[tokens[0]] - told[tokens[1]])
     return {"gap": gap, "kind": "near-tie" if gap <= near_tie else "fault", "logprobs": [told[token] for token in tokens]}
 
@@ -1334,9 +1335,11 @@ def check_weights(facts: Facts):
                 "Export again.")
     config, rows = facts.config, {name: entry["shape"][0] for name, entry in facts.weights.items()}
     head_dim = rows["midlayer.self_attn.q_proj.weight"] // config["num_attention_heads"]
-    wanted = {"midlayer.self_attn.k_proj.weight": ("num_key_value_heads", head_dim), "midlayer.mlp.gate_proj.weight": ("intermediate_size", 1),
-              "lm_head.weight": ("draft_vocab_size", 1), "d2t": ("draft_vocab_size", 1), "fc.weight": ("hidden_size", 1)}
-    wrong = [f"{name} has {rows[name]} rows, {key} is {config[key]}" for name, (key, each) in wanted.items() if rows[name] != config[key] * each]
+    wanted = {"midlayer.self_attn.k_proj.weight": ("num_key_value_heads", head_dim),
+              "midlayer.mlp.gate_proj.weight": ("intermediate_size", 1),
+              "fc.weight": ("hidden_size", 1), "lm_head.weight": ("draft_vocab_size", 1), "d2t": ("draft_vocab_size", 1)}
+    wrong = [f"{name} has {rows[name]} rows, {key} is {config[key]}"
+             for name, (key, each) in wanted.items() if rows[name] != config[key] * each]
     if wrong:
         return f"{'; '.join(wrong)}.", "Mend config.json, or export again."
 
@@ -1358,8 +1361,8 @@ def examine(facts: Facts) -> tuple[list[dict], dict[str, str]]:
         except Unchecked as why:
             unchecked[cause] = str(why)
             continue
-        except KeyError as key:  # of config.json, the weights, or what this server tells
-            unchecked[cause] = f"{key} is missing"
+        except (KeyError, TypeError) as error:  # a key of config.json, a weight, or what this server does not tell
+            unchecked[cause] = f"what it looks at is missing ({error})"
             continue
         if found:
             findings.append({"cause": cause, "finding": found[0], "remedy": found[1]})
@@ -1373,18 +1376,19 @@ def diagnose(facts: Facts, accept: dict | None, check: dict | None) -> dict:
         findings.append({"cause": "accept_length exactly 1.00",
                          "finding": f"not one draft was right in {accept['verify_steps']} verify steps, and no listed cause explains it.",
                          "remedy": "If training's own cond_acc was good, compare one drafted token by hand."})
-    gap, summary = None, ("No comparison with training: it needs eagle3.json's prediction, temperature 0, and answers with speculative counts "
-                          "from a server with topk 1 and the predicted number of draft steps.")
+    gap, summary = None, ("No comparison with training: it needs eagle3.json's prediction, temperature 0, and answers with speculative "
+                          "counts from a server with topk 1 and the predicted number of draft steps.")
     if check:
         low, high = check["interval"] or (check["ratio"],) * 2
         if check["of_validation"]:
             gap = not 0.97 <= check["ratio"] <= 1.03 and not low <= 1 <= high
-        word = "other prompts, which proves neither a gap nor none" if gap is None else f"its validation samples: {'a gap' if gap else 'no gap'}"
+        word = f"its validation samples: {'a gap' if gap else 'no gap'}" if check["of_validation"] else \
+            "other prompts, which proves neither a gap nor none"
         summary = (f"Training predicted an accept_length of {check['predicted']:.3f}, serving gives {check['served']:.3f} on "
                    f"{check['answers']} answers to {word}.")
         if gap and check["as_long_answers"] < 0.9 * check["answers"]:
-            summary += (f" But {check['answers'] - check['as_long_answers']} answers are not as long as the sample, so they are other texts "
-                        "(another temperature or --max-tokens than in 01): the comparison is rough.")
+            summary += (f" But {check['answers'] - check['as_long_answers']} answers are not as long as the sample, so they are other "
+                        "texts (another temperature or --max-tokens than in 01): the comparison is rough.")
     found = f"Found: {', '.join(f['cause'] for f in findings)}." if findings else "Healthy." if gap is False else "No cause found."
     return {"summary": f"{summary} {found}", "gap": gap, "findings": findings, "unchecked": unchecked}
 

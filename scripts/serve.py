@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--role", required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--wait", type=float, default=1800, help="seconds until it must be healthy (a 1T model loads slowly)")
-    parser.add_argument("--with-parent", action="store_true", help="end also when the process that started this one is gone, however it ended")
+    parser.add_argument("--with-parent", action="store_true", help="end also when the process that started this one is gone")
     args = parser.parse_args()
     servers, parent = read_servers(args.config), os.getppid()
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

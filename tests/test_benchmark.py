@@ -504,7 +504,8 @@ def test_both_modes_are_looked_for_in_all_training_prompts(patient):
 
 @pytest.mark.parametrize("plant", [
     lambda p: p.store(**{"midlayer.self_attn.q_proj.weight": None}), lambda p: p.edit(num_key_value_heads=4), lambda p: p.edit(intermediate_size=256),
-    lambda p: p.store(d2t=torch.arange(9)), lambda p: p.edit(num_attention_heads="absent")])
+    lambda p: p.store(d2t=torch.arange(9)), lambda p: p.edit(num_attention_heads="absent"),
+    lambda p: p.edit(draft_vocab_size=None)])
 def test_weights_that_do_not_fit_config_json_end_in_a_finding_and_not_in_a_traceback(patient, plant):
     plant(patient)
     found = bench.diagnose(bench.Facts(patient.folder, {}, None, None, []), None, None)
