@@ -8,7 +8,7 @@ Writes  output/best/ and output/checkpoint-<step>/ (config.json, model.safetenso
       --vocab-mapping-dir /data/eagle3/run/vocab_mapping --output-dir /data/eagle3/run/output --epochs 5 --lr 3e-5
     torchrun --nproc_per_node 4 04_train.py ...        # several GPUs: the same flags
 
-The same command goes on after a crash from the last checkpoint, to the same bytes. Disk: 17 GB a checkpoint at Kimi's size.
+The same command goes on after a crash from the last checkpoint, to the same bytes. Disk: 14 GB a checkpoint at Kimi's size (17 with 64 KV heads).
 
     python3 -u 04_train.py ... --follow --epochs 1     # beside 03_extract: one pass in 03's order, over samples as they land
 Where 03 runs with --max-disk-gb, samples are released (removed) once a checkpoint has them behind it; nowhere else is anything removed.
@@ -22,8 +22,10 @@ It counts where token p+2+k is a response token.
 Shapes: B samples packed one after the other, C context rows, R query rows (those that carry loss in some step: the tail of each
 sample), H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D, I intermediate, K TTT steps, Vt target vocabulary, Vd draft vocabulary.
 Glossary: loss_k mean loss of TTT step k | full_acc_k steps 0..k all right | cond_acc_k step k right, given that 0..k-1 were |
-accept_length tokens emitted per target step, bonus included. A draft is right when it is the token that the target emitted: on greedy
-responses that is what greedy serving checks, on sampled ones it has the probability with which serving at that temperature accepts it.
+accept_length tokens emitted per target step, bonus included: in validation lines by a walk as greedy serving makes it; in step lines
+1 + the sum of full_acc, which is larger, since it counts every row and not only those where a verify step would begin. A draft is right when
+it is the token that the target emitted: on greedy responses that is what greedy serving checks, on sampled ones it has the probability with
+which serving at that temperature accepts it.
 """
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 try:
     import triton
@@ -203,7 +205,7 @@ MAX_BAD = 0.01
 
 def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("--verifier-path", type=Path, required=False, help="the target's folder")
+    p.add_argument("--verifier-path", type=Path, help="the target's folder")
     p.add_argument("--data-dir", type=Path, help="hidden_states/ of 03_extract")
     p.add_argument("--vocab-mapping-dir", type=Path, help="vocab_mapping/ of 02_build_vocab")
     p.add_argument("--output-dir", type=Path)
@@ -213,7 +215,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--follow", action="store_true", help="train on samples as 03_extract lands them: one pass (--epochs 1) in its order, validation at "
                    "the end: every batch is new to the drafter, so each step's figures are held-out ones")
     p.add_argument("--release-share", type=float, default=0.25, metavar="F", help="--follow, bounded: save a checkpoint and release what it has behind it "
-                   "whenever that is this share of 03's bound (less validation). Smaller: 03 waits less, more checkpoints (17 GB each at Kimi's size)")
+                   "whenever that is this share of 03's bound (less validation). Smaller: 03 waits less, more checkpoints (14 GB each at Kimi's size)")
     p.add_argument("--max-steps", type=int, help="stop after this many optimizer steps (the schedule ends there)")
     p.add_argument("--lr", type=float, default=3e-5, help="peak learning rate")
     p.add_argument("--scheduler", choices=("cosine", "linear", "constant"), default="cosine")
@@ -243,7 +245,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--serve-sglang-version", help="the SGLang that will serve the drafter: decides the layer ids (default: the one that captured)")
     p.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), help="of the matrix products (default: bfloat16 on a GPU, float32 on a CPU)")
     p.add_argument("--export-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", help="cpu, cuda (default: a GPU if there is one)")
+    p.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one; CUDA_VISIBLE_DEVICES says which")
+    p.add_argument("--resume", action="store_true", help="on by itself: the same command goes on from the last checkpoint in --output-dir")
     p.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="evaluate and save every so many steps besides each epoch's end")
     p.add_argument("--keep-checkpoints", type=int, default=2, help="the latest checkpoints kept; best/ stays besides")
     p.add_argument("--num-workers", type=int, default=4, help="threads that read samples ahead")
@@ -253,7 +256,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 MAY_CHANGE = {"config", "verifier-path", "data-dir", "vocab-mapping-dir", "output-dir", "num-workers", "log-every", "keep-checkpoints", "tensorboard", "device",
-              "grad-accum", "release-share"}
+              "resume", "grad-accum", "release-share"}
 
 
 # ------------------------------------------------------------------ operations
@@ -803,9 +806,7 @@ class Drafter:
     @contextmanager
     def using(self, source: Flat):
         """Compute with the weights `source` instead (an average of them) for a while."""
-        if source is self.master:
-            yield
-        elif source.flat.dtype == self.dtype:
+        if source.flat.dtype == self.dtype:
             self.weights = source
             yield
             self.weights = self.master
@@ -1112,6 +1113,9 @@ class Target:
         self.folder = folder
         config = read_json(folder / "config.json")
         self.config = config.get("text_config") or config
+        missing = [key for key in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings") if key not in self.config]
+        if missing:
+            raise UserError(f"{folder}/config.json: no {', '.join(missing)} there. --verifier-path must name the target's folder.")
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             self.files = read_json(index).get("weight_map", {})
@@ -1144,6 +1148,10 @@ class Target:
             raise UserError(f"{self.folder / self.files[name]}: not readable ({error}).") from None
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(f"{self.folder}: {name} is {tensor.dtype}: quantised? It must be bf16, fp16 or fp32.")
+        hidden = self.config["hidden_size"]
+        wanted = (hidden,) if what == "norm" else (self.config["vocab_size"], hidden)
+        if tensor.shape != wanted:
+            raise UserError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, config.json says {wanted}.")
         return tensor
 
 
@@ -1162,7 +1170,11 @@ def read_mapping(folder: Path, vocab: int) -> torch.Tensor:
 
 
 def release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    """The numbers of "0.5.15.post1", three of them. Raises UserError: the layer ids hang on them."""
+    numbers = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
+    if not numbers:
+        raise UserError(f"{version!r} is no version of SGLang. Name one with --serve-sglang-version, like 0.5.23.")
+    return tuple(map(int, numbers.groups()))
 
 
 def captured_layers(ids: list[int], version: str) -> list[int]:
@@ -1181,7 +1193,7 @@ def layer_ids(layers: list[int], version: str) -> list[int]:
 
 
 # ------------------------------------------------------------------ samples
-FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32, "U8": torch.uint8}
+FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass
@@ -1209,20 +1221,19 @@ def sample_path(folder: Path, name: str) -> Path:
     return folder / hashlib.sha256(name.encode()).hexdigest()[:2] / f"{name}.safetensors"
 
 
-def tensor_places(file: int) -> tuple[dict, dict, int]:
-    """Of an open safetensors file: {tensor: (dtype, shape, offset in the file)}, metadata, where its data begins. Raises ValueError where it is torn."""
+def tensor_places(file: int) -> dict:
+    """Of an open safetensors file: {tensor: (dtype, offset in the file)}. Raises ValueError where it is torn."""
     head = os.pread(file, 1 << 16, 0)
     length = int.from_bytes(head[:8], "little")
-    if len(head) < 8 + length:
-        head = os.pread(file, 8 + length, 0) if 0 < length < 1 << 24 else head
+    if len(head) < 8 + length < 1 << 24:
+        head = os.pread(file, 8 + length, 0)
     if len(head) < 8 + length:
         raise ValueError("torn header")
     entries = json.loads(head[8:8 + length])
-    metadata = entries.pop("__metadata__", {})
+    entries.pop("__metadata__", None)
     if os.fstat(file).st_size != 8 + length + max(entry["data_offsets"][1] for entry in entries.values()):
         raise ValueError("torn")
-    return {name: (FILE_DTYPES.get(entry["dtype"]), tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            for name, entry in entries.items()}, metadata, 8 + length
+    return {name: (FILE_DTYPES.get(entry["dtype"]), 8 + length + entry["data_offsets"][0]) for name, entry in entries.items()}
 
 
 def read_into(file: int, tensor: torch.Tensor, offset: int) -> None:
@@ -1243,32 +1254,23 @@ def check_sample(path: Path, row: dict, expected: dict, vocab: int, norm: torch.
     norm (H,): weight of the target's final RMSNorm, if it is known: what comes out of that norm, divided by it, has a mean square of 1.
     """
     try:
-        file = os.open(path, os.O_RDONLY)
-    except OSError:
+        data = path.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8:begin])["__metadata__"]
+        tensors = load(data)
+    except FileNotFoundError:
         return "missing", None
-    try:
-        places, metadata, begin = tensor_places(file)
-        size, hidden = os.fstat(file).st_size, expected["hidden_size"]
-        T = row["tokens"]
-        states = getattr(torch, expected["dtype"])
-        if {name: place[:2] for name, place in places.items()} != {
-                "input_ids": (torch.int32, (T,)), "loss_mask": (torch.uint8, (T,)),
-                "aux_hidden_states": (states, (T, 3 * hidden)), "last_hidden_states": (states, (T, hidden))}:
-            return "other shape or dtype", None
-        if metadata.get("id") != row["id"] or any(metadata.get(key) != str(expected[key]) for key in ("target", "capture_layers")):
-            return "other target, layers or id", None
-        data = torch.empty(size - begin, dtype=torch.uint8)
-        read_into(file, data, begin)
-    except (ValueError, KeyError, TypeError, OSError):
+    except (OSError, ValueError, KeyError, SafetensorError):
         return "torn", None
-    finally:
-        os.close(file)
-    if f"sha256:{hashlib.sha256(data.numpy()).hexdigest()}" != row["checksum"]:
+    T, hidden, states = row["tokens"], expected["hidden_size"], getattr(torch, expected["dtype"])
+    if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} != {
+            "input_ids": (torch.int32, (T,)), "loss_mask": (torch.uint8, (T,)),
+            "aux_hidden_states": (states, (T, 3 * hidden)), "last_hidden_states": (states, (T, hidden))}:
+        return "other shape or dtype", None
+    if metadata.get("id") != row["id"] or any(metadata.get(key) != str(expected[key]) for key in ("target", "capture_layers")):
+        return "other target, layers or id", None
+    if f"sha256:{hashlib.sha256(memoryview(data)[begin:]).hexdigest()}" != row["checksum"]:
         return "checksum", None
-    tensors = {}
-    for name, (dtype, shape, offset) in places.items():
-        part = data[offset - begin:offset - begin + math.prod(shape) * dtype.itemsize].clone()  # a copy is aligned for any dtype
-        tensors[name] = part.view(dtype).view(shape)
     low, high = tensors["input_ids"].aminmax()
     if low < 0 or high >= vocab:
         return "ids beyond the vocabulary", None
@@ -1278,7 +1280,8 @@ def check_sample(path: Path, row: dict, expected: dict, vocab: int, norm: torch.
         return "not finite", None  # the extremes of a tensor with a NaN are NaN
     if norm is not None:
         used = norm.abs() > 1e-3 * norm.abs().max()
-        sizes = (tensors["last_hidden_states"][:, used].float() / norm[used]).square().mean(-1).sqrt()
+        some = tensors["last_hidden_states"][::max(1, T // 256)]  # enough for a median
+        sizes = (some[:, used].float() / norm[used]).square().mean(-1).sqrt()
         if not 0.8 < sizes.median() < 1.25:
             return "states from before the final norm", None
     return None, tensors
@@ -1315,7 +1318,8 @@ def check_data(folder: Path, index: list[dict], expected: dict, cache: Path, hea
     """Read every file once: what is wrong with it, its response spans and its `response_mass`, kept in `cache` (so it is done once a run)."""
     rank, world = place.rank, place.world
     cache.mkdir(exist_ok=True)
-    starts = [start for start in range(0, len(index), CHECK_CHUNK) if not (cache / f"{start:08d}.safetensors").exists()][rank::world]
+    # A rank's share must not depend on what others have finished when it looks
+    starts = [start for start in range(0, len(index), CHECK_CHUNK)[rank::world] if not (cache / f"{start:08d}.safetensors").exists()]
     begun = told = time.monotonic()
     read = 0
     with ThreadPoolExecutor(max(1, workers)) as pool:
@@ -1338,22 +1342,24 @@ def check_data(folder: Path, index: list[dict], expected: dict, cache: Path, hea
                     masses.append(mass)
                     read += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
                 records.append(record)
-            path = cache / f"{start:08d}.safetensors"
-            save_file({"mass": torch.cat(masses)}, path.with_suffix(".tmp"), {"samples": json.dumps(records)})
-            os.replace(path.with_suffix(".tmp"), path)
+            write_atomic(cache / f"{start:08d}.safetensors", save({"mass": torch.cat(masses)}, {"samples": json.dumps(records)}))
             if rank == 0 and time.monotonic() - told > 10:
                 told = time.monotonic()
                 done = starts.index(start) + 1
-                log(f"check {min(len(index), done * CHECK_CHUNK * world)}/{len(index)} | {read / 1e9 / (told - begun):.2f} GB/s a rank"
+                log(f"check {min(len(index), start + world * CHECK_CHUNK)}/{len(index)} | {read / 1e9 / (told - begun):.2f} GB/s a rank"
                     f" | eta {duration((told - begun) / done * (len(starts) - done))}")
 
 
-def read_checked(folder: Path, cache: Path, max_tokens: int):
-    """(samples, problems {id: reason}, share of response tokens that are the target's argmax) from `check_data`'s cache."""
+def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
+    """(samples, problems {id: reason}, share of response tokens that are the target's argmax) from `check_data`'s cache. Raises UserError."""
     samples, problems, agreed, predicted = [], {}, 0, 0
-    for path in sorted(cache.glob("*.safetensors")):
-        with safe_open(path, "np") as file:
-            mass, records = file.get_tensor("mass"), json.loads(file.metadata()["samples"])
+    for start in range(0, len(index), CHECK_CHUNK):
+        path = cache / f"{start:08d}.safetensors"
+        try:
+            with safe_open(path, "np") as file:
+                mass, records = file.get_tensor("mass"), json.loads(file.metadata()["samples"])
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: not readable ({error}). Delete it and run the same command again.") from None
         at = 0
         for record in records:
             if record["problem"]:
@@ -1384,15 +1390,15 @@ def collate(samples: list[Sample], steps: int, hidden: int, pin=False) -> Batch:
     for sample, (first, context, rows), k0, q0 in zip(samples, sizes, cu_k.tolist(), cu_q.tolist()):
         file = os.open(sample.path, os.O_RDONLY)
         try:
-            places, _, _ = tensor_places(file)
-            dtype, _, offset = places["aux_hidden_states"]
+            places = tensor_places(file)
+            dtype, offset = places["aux_hidden_states"]
             if aux is None:
                 aux = torch.empty(C, 3 * hidden, dtype=dtype, pin_memory=pin)
                 last = torch.empty(R, hidden, dtype=dtype, pin_memory=pin)
             read_into(file, aux[k0:k0 + context], offset)
-            read_into(file, last[q0:q0 + rows], places["last_hidden_states"][2] + (first + 1) * hidden * dtype.itemsize)
+            read_into(file, last[q0:q0 + rows], places["last_hidden_states"][1] + (first + 1) * hidden * dtype.itemsize)
             ids = torch.empty(context + 2, dtype=torch.int32)
-            read_into(file, ids, places["input_ids"][2])
+            read_into(file, ids, places["input_ids"][1])
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{sample.path}: not readable ({error}). It was whole when it was checked: see to the disk.") from None
         finally:
@@ -1422,8 +1428,8 @@ def split_samples(samples: list[Sample], ratio: float, seed: int):
     """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one."""
     ranked = sorted(samples, key=lambda sample: hashlib.sha256(f"{seed}:{sample.id}".encode()).hexdigest())
     held_out = max(1, round(ratio * len(ranked)))
-    order = sorted(range(len(ranked)), key=lambda i: ranked[i].id)
-    return [ranked[i] for i in order if i >= held_out], [ranked[i] for i in order if i < held_out]
+    train, val = (sorted(part, key=lambda sample: sample.id) for part in (ranked[held_out:], ranked[:held_out]))
+    return train, val
 
 
 def pack(lengths: list[int], order: list[int], capacity: int, window: int = 32) -> list[list[int]]:
@@ -1462,7 +1468,7 @@ def learning_rate(step: int, total: int, peak: float, warmup: int, scheduler: st
 
 
 def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wait: samples):
-    """Yields (batch on the device, seconds waited for files); `workers` threads read ahead, copies run beside the computation.
+    """Yields (bin, its batch on the device, seconds waited for files); `workers` threads read ahead, copies run beside the computation.
 
     take(bin, wait) gives a bin's samples ([]: none is left, the bin is passed over), or None where they are not there yet and it shall not wait.
     """
@@ -1471,14 +1477,15 @@ def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wai
     with ThreadPoolExecutor(max(1, workers)) as pool:
         def fill(wait: bool) -> None:
             while todo and len(ahead) <= workers and (samples := take(todo[0], wait and not ahead)) is not None:
-                todo.popleft()
+                item = todo.popleft()
                 if samples:
-                    ahead.append(pool.submit(load, samples))
+                    ahead.append((item, pool.submit(load, samples)))
 
         fill(True)
         while ahead:
             begun = time.monotonic()
-            batch = ahead.popleft().result()
+            item, future = ahead.popleft()
+            batch = future.result()
             waited = time.monotonic() - begun
             fill(False)  # never waits while a batch is here: what it would wait for may need the room that this one frees
             if copies:
@@ -1488,9 +1495,9 @@ def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wai
                 for value in vars(moved).values():
                     if torch.is_tensor(value):
                         value.record_stream(torch.cuda.current_stream(device))  # allocated on the other stream, used here
-                yield moved, waited
+                yield item, moved, waited
             else:
-                yield batch.to(device, dtype), waited
+                yield item, batch.to(device, dtype), waited
             fill(True)
 
 
@@ -1582,7 +1589,7 @@ class Follow:
         self.failed, self.failed_size, self.released = set(), 0, set()
         self.there, self.unchecked, self.checks, self.busy = set(), deque(), {}, []  # files seen; of this rank's: to check; futures; those at work
         self.seen, self.mine = self.nothing(), self.nothing()  # up to the last checkpoint, of all ranks; since then, of this one
-        self.bound, self.count = self.read_bound(), 0
+        self.bound = self.read_bound()
 
     @staticmethod
     def nothing() -> dict:
@@ -1753,6 +1760,7 @@ class Follow:
         if self.bound is None or self.place.rank:
             return
         sync_folder(self.args.output_dir)  # the checkpoint's name
+        sync_folder(self.folder / "landed.jsonl")  # 03 knows a released sample by its line there, after a power cut too
         files = {path.name.removesuffix(".safetensors"): (path, path.stat().st_size) for path in self.folder.glob("[0-9a-f][0-9a-f]/*.safetensors")}
         self.poll()
         going = [name for name in files if name in self.landed and self.step_of.get(name, self.total + 1) <= step]
@@ -1769,9 +1777,9 @@ class Follow:
             freed += size
             del self.landed[name]
             self.there.discard(name)
-            self.count += 1
+        self.released.update(going)
         held = sum(size for _, size in files.values()) - freed
-        self.place.say(f"released {len(going):,} samples behind step {step}, {len(self.released) + self.count:,} in all | {freed / 1e9:,.3f} GB"
+        self.place.say(f"released {len(going):,} samples behind step {step}, {len(self.released):,} in all | {freed / 1e9:,.3f} GB"
                        f" | disk {held / 1e9:,.3f}/{self.bound / 1e9:,.3f} GB")
 
     def finish(self) -> str:
@@ -1837,7 +1845,7 @@ def evaluate(draft: Drafter, samples: list[Sample], args, place) -> dict:
     sums = torch.zeros(K, 4, dtype=torch.float64, device=device)
     histogram, walks = np.zeros(draft_steps + 1, np.int64), {}
     load = functools.partial(collate, steps=K, hidden=draft.shape.hidden, pin=device.type == "cuda")
-    for (batch, _), members in zip(feed(bins, load, args.num_workers, device, draft.dtype), bins):
+    for members, batch, _ in feed(bins, load, args.num_workers, device, draft.dtype):
         step_sums, right = ttt_pass(draft, batch, [1.0] * K, kind=args.loss)
         sums += step_sums
         right = right.cpu().numpy()
@@ -1848,14 +1856,13 @@ def evaluate(draft: Drafter, samples: list[Sample], args, place) -> dict:
     histogram = torch.from_numpy(histogram).to(device)
     if world > 1:
         dist.all_reduce(sums), dist.all_reduce(histogram)
-        parts = [None] * world
-        dist.all_gather_object(parts, walks)
-        walks = {name: value for part in parts for name, value in part.items()}
+    walks = {name: value for part in all_ranks(walks, place) for name, value in part.items()}
     sums, histogram = sums.cpu(), histogram.tolist()
     verify, correct = sum(histogram), sum(k * n for k, n in enumerate(histogram))
+    accept_length = 1 + correct / max(1, verify)
     counts = np.sum([sample.counts(K) for sample in samples], 0)
-    return step_metrics(sums, counts) | {"accept_length": 1 + correct / max(1, verify), "prediction": {
-        "num_steps": draft_steps, "accept_length": 1 + correct / max(1, verify), "verify_steps": verify, "correct_drafts": correct,
+    return step_metrics(sums, counts) | {"accept_length": accept_length, "prediction": {
+        "num_steps": draft_steps, "accept_length": accept_length, "verify_steps": verify, "correct_drafts": correct,
         "histogram": histogram, "accept_by_position": [sum(histogram[j + 1:]) / max(1, verify) for j in range(draft_steps)],
         "val_ids_file": "val_ids.json", "samples": dict(sorted(walks.items()))}}
 
@@ -1884,21 +1891,15 @@ def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
 
 
-def sync_tree(folder: Path) -> None:
-    """Flush every file below `folder` to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
 def replace_folder(temporary: Path, final: Path) -> None:
     """Put `temporary` in the place of `final`. `repair` ends what a crash cut short between the two renames."""
-    sync_tree(temporary)
+    for path in [*temporary.rglob("*"), temporary]:
+        sync_folder(path)  # files as well
     old = final.with_name(final.name + ".old")
     if final.exists():
         os.replace(final, old)
     os.replace(temporary, final)
+    sync_folder(final.parent)  # before older ones go
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -2030,8 +2031,8 @@ def read_inputs(args, say) -> Inputs:
     if data.get("bounded"):
         raise UserError(f"{args.data_dir}: extracted in bounded mode, so most of its samples are gone. Only the --follow run that trained on them can go on.")
     target = Target(args.verifier_path)
-    if target.config.get("hidden_size") != data["hidden_size"]:
-        raise UserError(f"{args.data_dir}: states of hidden size {data['hidden_size']}, the target at {args.verifier_path} has {target.config.get('hidden_size')}.")
+    if target.config["hidden_size"] != data["hidden_size"]:
+        raise UserError(f"{args.data_dir}: states of hidden size {data['hidden_size']}, the target at {args.verifier_path} has {target.config['hidden_size']}.")
     draft_ids = read_mapping(args.vocab_mapping_dir, target.config["vocab_size"])
     layers = [int(layer) for layer in str(data["capture_layers"]).strip("[]").split(",")]
     shape = draft_shape(args, target.config, len(draft_ids))
@@ -2040,13 +2041,19 @@ def read_inputs(args, say) -> Inputs:
     hashes = {**{name: sha256_file(args.data_dir / file) for name, file in source.items()}, "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),
               "target_config": sha256_file(args.verifier_path / "config.json")}
     if args.finetune_from:
-        hashes["finetune_from"] = sha256_file(args.finetune_from / "model.safetensors")
-    if args.follow:
-        return Inputs(data, [], target, draft_ids, layers, shape, config_json, hashes)
-    index = args.data_dir / "index.jsonl"
-    if not index.is_file() or sha256_file(index) != data["index_sha256"]:
-        raise UserError(f"{index}: missing, or not the one that manifest.json was written for. Run 03_extract.py again.")
-    index = [json.loads(line) for line in index.read_text().splitlines()]
+        old = args.finetune_from / "eagle3.json"
+        old_layers = read_json(old).get("capture_layers") if old.exists() else layers
+        if old_layers != layers:
+            raise UserError(f"{old}: trained on capture layers {old_layers}, {args.data_dir} holds {layers}. Extract those, or start without --finetune-from.")
+        try:
+            hashes["finetune_from"] = sha256_file(args.finetune_from / "model.safetensors")
+        except OSError as error:
+            raise UserError(f"--finetune-from: {error}. Name a folder that 04_train.py exported (best/ or checkpoint-<step>/).") from None
+    index, path = [], args.data_dir / "index.jsonl"
+    if not args.follow:
+        if not path.is_file() or sha256_file(path) != data["index_sha256"]:
+            raise UserError(f"{path}: missing, or not the one that manifest.json was written for. Run 03_extract.py again.")
+        index = [json.loads(line) for line in path.read_text().splitlines()]
     return Inputs(data, index, target, draft_ids, layers, shape, config_json, hashes)
 
 
@@ -2057,14 +2064,15 @@ def usable_samples(args, inputs: Inputs, head: torch.Tensor, place: Place):
                inputs.draft_ids.to(place.device), place, args.num_workers)
     if place.world > 1:
         dist.barrier()
-    samples, problems, agreement = read_checked(args.data_dir, cache, args.max_seq_len)
+    samples, problems, agreement = read_checked(args.data_dir, cache, inputs.index, args.max_seq_len)
     dropped = {reason: sum(value == reason for value in problems.values()) for reason in sorted(set(problems.values()))}
-    for name, problem in sorted(problems.items())[:10]:
-        place.say(f"skipped {sample_path(args.data_dir, name)} | {problem}")
-    damaged = sum(count for reason, count in dropped.items() if not reason.startswith("no response token"))
-    if damaged > MAX_BAD * len(inputs.index):
-        raise UserError(f"{args.data_dir}: {damaged} of {len(inputs.index)} samples are bad ({dropped}; the first: {sample_path(args.data_dir, min(problems))}). "
-                        f"Run 03_extract.py --verify, extract anew what it names, and delete {cache}.")
+    damaged = sorted(name for name, problem in problems.items() if not problem.startswith("no response token"))
+    too_many = len(damaged) > MAX_BAD * len(inputs.index)
+    for name in damaged[:10 if too_many else None] + sorted(problems.keys() - set(damaged))[:10]:
+        place.say(f"skipped {sample_path(args.data_dir, name)} | {problems[name]}")
+    if too_many:
+        raise UserError(f"{args.data_dir}: {len(damaged)} of {len(inputs.index)} samples are bad ({dropped}; the first: {sample_path(args.data_dir, damaged[0])}). "
+                        "Run 03_extract.py --verify, extract anew what it names (--redo-failed), then this with another --output-dir.")
     if agreement < MIN_AGREEMENT and samples:
         raise other_target(args.data_dir, agreement)
     if len(samples) < 2:
@@ -2096,14 +2104,14 @@ class Journal:
             self.writer.add_scalar(key, value, row["step"])
 
 
-def save_checkpoint(args, trainer: Trainer, inputs: Inputs, best: dict | None, provenance: dict, seen: dict | None) -> None:
+def save_checkpoint(args, trainer: Trainer, inputs: Inputs, best: dict | None, prediction: dict | None, agreement: float, seen: dict | None) -> None:
     """checkpoint-<step>/ as SGLang loads it, with training_state/ in it; then best/; then the oldest go. seen: what --follow has behind it."""
     output, step = args.output_dir, trainer.step
     folder, temporary = output / f"checkpoint-{step}", output / f"checkpoint-{step}.tmp"
     (temporary / "training_state").mkdir(parents=True)
     save_file(trainer.draft.export(trainer.average, getattr(torch, args.export_dtype)), temporary / "model.safetensors", {"format": "pt"})
     (temporary / "config.json").write_text(json.dumps(inputs.config_json, indent=1) + "\n")
-    (temporary / "eagle3.json").write_text(json.dumps(provenance, indent=1) + "\n")
+    (temporary / "eagle3.json").write_text(json.dumps(provenance(args, inputs, step, prediction, agreement), indent=1) + "\n")
     save_file(trainer.tensors(), temporary / "training_state" / "state.safetensors")
     (temporary / "training_state" / "state.json").write_text(json.dumps({"step": step, "best": best} | ({"seen": seen} if seen else {})) + "\n")
     replace_folder(temporary, folder)
@@ -2175,10 +2183,11 @@ class HostCopy:
         return self.value
 
 
-def stop_if_not_finite(step: int, sums: HostCopy, output: Path, samples: list[Sample]) -> None:
+def stop_if_not_finite(step: int, sums: HostCopy, path: Path, samples: list[Sample]) -> None:
     if not torch.isfinite(sums.read()).all():
-        write_atomic(output / f"not-finite-{step}.json", json.dumps({"step": step, "samples": [str(sample.path) for sample in samples]}, indent=1) + "\n")
-        log(f"loss is not finite in step {step}: stopped; the batch is named in {output / f'not-finite-{step}.json'}, the last checkpoint is untouched")
+        write_atomic(path, json.dumps({"step": step, "samples": [str(sample.path) for sample in samples]}, indent=1) + "\n")
+        log(f"loss is not finite in step {step}: stopped; the batch is named in {path}, the last checkpoint is untouched. "
+            "Look at its samples, or lower --lr in another --output-dir")
         sys.exit(1)
 
 
@@ -2186,27 +2195,28 @@ def check_args(args) -> None:
     missing = [f"--{name}" for name in ("verifier-path", "data-dir", "vocab-mapping-dir", "output-dir") if getattr(args, name.replace("-", "_")) is None]
     if missing:
         raise UserError(f"{', '.join(missing)} not given. See --help.")
+    for limits, fits, flags in (
+            ("at least 1", lambda x: x >= 1, "epochs max-steps max-seq-len batch-tokens grad-accum ttt-steps num-draft-steps log-every keep-checkpoints "
+                                             "num-heads num-kv-heads head-dim intermediate-size max-position-embeddings"),
+            ("at least 0", lambda x: 0 <= x < math.inf, "lr weight-decay step-decay noise-std num-workers save-every"),
+            ("above 0", lambda x: 0 < x < math.inf, "max-grad-norm rope-theta"),
+            ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup-ratio"),
+            ("at least 0 and below 1", lambda x: 0 <= x < 1, "beta1 beta2 ema"),
+            ("between 0 and 1", lambda x: 0 < x < 1, "val-ratio")):
+        for flag in flags.split():
+            value = getattr(args, flag.replace("-", "_"))
+            if value is not None and not fits(value):
+                raise UserError(f"--{flag} {value} cannot be: it must be {limits}.")
     args.num_draft_steps = args.num_draft_steps or args.ttt_steps
     args.batch_tokens = max(args.batch_tokens, args.max_seq_len)
-    at_least_1 = ("epochs", "batch_tokens", "grad_accum", "ttt_steps", "log_every", "keep_checkpoints", "max_seq_len")
-    if any(getattr(args, name) < 1 for name in at_least_1) or not 0 < args.val_ratio < 1 or not 0 <= args.ema < 1 or (args.max_steps or 1) < 1:
-        raise UserError(f"{', '.join('--' + name.replace('_', '-') for name in at_least_1)} and --max-steps must be at least 1, "
-                        "--val-ratio between 0 and 1, --ema at least 0 and below 1.")
     if args.follow and (args.epochs != 1 or args.max_steps or not 0 < args.release_share <= 1):
         raise UserError("--follow is one pass: it needs --epochs 1, no --max-steps (cut with 03's --limit), and a --release-share above 0, at most 1.")
     if args.follow:
         args.order = "plan"
-    if args.step_weights and len(args.step_weights) != args.ttt_steps:
-        raise UserError(f"--step-weights: {len(args.step_weights)} of them for --ttt-steps {args.ttt_steps}.")
+    if args.step_weights and (len(args.step_weights) != args.ttt_steps or not all(0 <= weight < math.inf for weight in args.step_weights)):
+        raise UserError(f"--step-weights {args.step_weights}: --ttt-steps {args.ttt_steps} needs as many, none below 0.")
     if args.num_draft_steps > args.ttt_steps:
         raise UserError(f"--num-draft-steps {args.num_draft_steps} needs --ttt-steps of at least as many, not {args.ttt_steps}.")
-
-
-def target_head(inputs: Inputs) -> torch.Tensor:
-    head = inputs.target.tensor("head")
-    if head.shape != (inputs.shape.vocab, inputs.shape.hidden):
-        raise UserError(f"{inputs.target.folder}: lm_head has shape {tuple(head.shape)}, config.json says {(inputs.shape.vocab, inputs.shape.hidden)}.")
-    return head
 
 
 def main(argv: list[str]) -> None:
@@ -2223,6 +2233,8 @@ def main(argv: list[str]) -> None:
         repair(output)
     if place.world > 1:
         dist.barrier()
+        if not (output / "stage.json").exists():
+            raise UserError(f"{output}: rank {place.rank} does not see what rank 0 wrote there. All nodes must share the filesystem of --output-dir.")
     versions = {"python": platform.python_version(), "torch": torch.__version__, "sglang": inputs.data["sglang_version"]}
     gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "cpu"
     say(f"config {json.dumps(config)}")
@@ -2233,7 +2245,7 @@ def main(argv: list[str]) -> None:
         return
 
     # Data: every file is read and compared once, then packed into steps; with --order plan they are packed as planned, and what is bad left out.
-    head = target_head(inputs)
+    head = inputs.target.tensor("head")
     follow, found, dropped, agreement = None, {}, {}, 0.0
     if not args.follow:
         samples, dropped, agreement = usable_samples(args, inputs, head, place)
@@ -2245,6 +2257,8 @@ def main(argv: list[str]) -> None:
         train.sort(key=lambda sample: position[sample.id])
     else:
         train, val = split_samples(samples, args.val_ratio, args.seed)
+    if not train:
+        raise UserError(f"--val-ratio {args.val_ratio} leaves none of {len(val)} samples to train on. Lower it.")
     epochs = [plan_epoch(train, args.batch_tokens, place.world * args.grad_accum, args.seed, epoch, args.order == "shuffle") for epoch in range(args.epochs)]
     if len(epochs[0][0]) < place.world:
         raise UserError(f"{len(train)} training samples fill {len(epochs[0][0])} micro-batches, fewer than the {place.world} ranks. Use fewer, or a lower --batch-tokens.")
@@ -2268,7 +2282,10 @@ def main(argv: list[str]) -> None:
     draft = Drafter(shape, place.dtype, place.device, inputs.target.tensor("embed"), head[inputs.draft_ids], inputs.draft_ids, args.max_seq_len + K)
     del head
     if args.finetune_from:
-        draft.load(load_file(args.finetune_from / "model.safetensors"))
+        try:
+            draft.load(load_file(args.finetune_from / "model.safetensors"))
+        except (SafetensorError, UserError) as error:
+            raise UserError(f"{args.finetune_from}/model.safetensors: {error}") from None
     else:
         draft.initialise(args.seed)
     trainer, best, seen = Trainer(draft, args), None, None
@@ -2287,28 +2304,31 @@ def main(argv: list[str]) -> None:
 
     def validate_and_save(best, val):
         """Evaluate, write checkpoint-<step> and, if it predicts the longest accept_length so far, best/. Returns the best."""
-        agreement_now = agreement
+        share, seen = agreement, None
         if follow:
             if trainer.step == total:  # before, some of the validation samples have not landed
                 inputs.hashes["hidden_states"], val = follow.finish(), follow.validation()
             seen = follow.gather()
-            agreement_now = seen["agreed"] / max(1, seen["predicted"])
+            share = seen["agreed"] / max(1, seen["predicted"])
             if trainer.step < total:
                 if place.rank == 0:
-                    save_checkpoint(args, trainer, inputs, None, provenance(args, inputs, trainer.step, None, agreement_now), seen)
+                    save_checkpoint(args, trainer, inputs, None, None, share, seen)
                 return None
             if place.rank == 0:
                 write_val_ids(output, val)
         with draft.using(trainer.average):
             found = evaluate(draft, val, args, place)
         prediction = found.pop("prediction")
+        if not all(map(math.isfinite, found.values())):  # the weights went wrong in this very step, after its loss
+            say(f"validation loss is not finite after step {trainer.step}: stopped, the last checkpoint is untouched. Lower --lr in another --output-dir")
+            sys.exit(1)
         if not best or found["accept_length"] > best["accept_length"]:
             best = {"step": trainer.step, "accept_length": found["accept_length"]}
         if place.rank == 0:
             journal.add({"step": trainer.step, **{f"val_{key}": value for key, value in found.items()}})
             say(f"validation step {trainer.step}/{total} | loss_k {listed(found, 'loss', K)} | full_acc {listed(found, 'full_acc', K)} | cond_acc {listed(found, 'cond_acc', K)}"
                 f" | accept_length {found['accept_length']:.3f} | by position {' '.join(f'{share:.3f}' for share in prediction['accept_by_position'])}")
-            save_checkpoint(args, trainer, inputs, best, provenance(args, inputs, trainer.step, prediction, agreement_now), follow and seen)
+            save_checkpoint(args, trainer, inputs, best, prediction, share, seen)
         if place.world > 1:
             dist.barrier()
         return best
@@ -2325,16 +2345,7 @@ def main(argv: list[str]) -> None:
         return follow.take(members, wait) if follow else [found[sample.id] for sample in members if sample.id in found]
 
     def micro_batches():
-        ahead = deque()
-
-        def take(planned, wait):
-            samples = present(planned[1], wait)
-            if samples:
-                ahead.append(planned)
-            return samples
-
-        for batch, waited in feed(mine, load, args.num_workers, place.device, place.dtype, take):
-            epoch, indices = ahead.popleft()
+        for (epoch, indices), batch, waited in feed(mine, load, args.num_workers, place.device, place.dtype, lambda planned, wait: present(planned[1], wait)):
             window.waited += waited
             window.flops += batch.flops(shape, K)
             if args.noise_std:
@@ -2358,7 +2369,7 @@ def main(argv: list[str]) -> None:
         window.tokens += sum(train[i].tokens for indices in bins for i in indices)
         if pending:  # the step before this one: the GPU is done with it, or nearly so, and has this one to go on with
             stop_if_not_finite(*pending)
-        pending = step, HostCopy(sums), output, sum(members, [])
+        pending = step, HostCopy(sums), output / f"not-finite-{step}-rank{rank}.json", sum(members, [])
         if follow:
             follow.behind([train[i] for indices in ours for i in indices])
 
@@ -2369,7 +2380,7 @@ def main(argv: list[str]) -> None:
                 dist.all_reduce(window.sums)
             metrics = step_metrics(window.sums.cpu(), window.counts)
             metrics |= {"loss": sum(weight * metrics[f"loss_{k}"] for k, weight in enumerate(loss_weights(args))),
-                        "accept_length": 1 + sum(metrics[f"full_acc_{k}"] for k in range(K)), "lr": lr, "epoch": epoch}
+                        "accept_length": 1 + sum(metrics[f"full_acc_{k}"] for k in range(args.num_draft_steps)), "lr": lr, "epoch": epoch}
             seconds = time.monotonic() - window.begun
             if rank == 0:
                 journal.add({"step": step, **metrics})

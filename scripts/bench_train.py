@@ -1,6 +1,6 @@
 """Speed and memory of 04_train's own training step, at the size of Kimi-K2.5's drafter, on the GPU at hand.
 
-    python3 scripts/bench_train.py                  # checks, ceilings, table (a few minutes on an H200; `files` writes 4.6 GB)
+    python3 scripts/bench_train.py                  # checks, ceilings, table (a few minutes on an H200; `files` writes 4.7 GB)
     python3 scripts/bench_train.py --profile        # besides: where the time of a step goes, kernel by kernel
     python3 scripts/bench_train.py --check-only     # only: each fused kernel against its plain form; exit code 1 if one differs
     torchrun --nproc_per_node 2 scripts/bench_train.py --cases t4096     # the same work on one and on two GPUs
@@ -284,12 +284,12 @@ def from_files(trainer, folder, lengths, bins, steps, device, dtype, workers, ep
         return train.collate(members, steps, shape.hidden, pin=device.type == "cuda")
 
     waited, tokens, begun, copies = 0.0, 0, None, []
-    for i, (batch, seconds) in enumerate(train.feed(todo, load, workers, device, dtype)):
+    for i, (members, batch, seconds) in enumerate(train.feed(todo, load, workers, device, dtype)):
         if i == len(bins):  # the first pass warms up: pinned buffers, allocator
             if device.type == "cuda":
                 torch.cuda.synchronize()
             begun, waited, tokens = time.perf_counter(), 0.0, 0
-        counts = np.sum([sample.counts(steps) for sample in todo[i]], 0)
+        counts = np.sum([sample.counts(steps) for sample in members], 0)
         sums = trainer.update(iter([batch]), 1, counts, 1e-5)
         copies.append(train.HostCopy(sums))
         if len(copies) > 1:
@@ -299,7 +299,7 @@ def from_files(trainer, folder, lengths, bins, steps, device, dtype, workers, ep
     return tokens, time.perf_counter() - begun, waited / (time.perf_counter() - begun)
 
 
-def profile(trainer, batch, counts, out: Path | None):
+def profile(trainer, batch, counts):
     from torch.profiler import ProfilerActivity
     timed(trainer, [batch], [counts], 2, 1)
     steps = 3
@@ -320,8 +320,6 @@ def profile(trainer, batch, counts, out: Path | None):
     print(f"profile | {wall:.1f} ms a step under the profiler | kernels {sum(sums.values()):.1f} ms: " + " | ".join(f"{name} {ms:.1f}" for name, ms in sums.items()), flush=True)
     for name, (ms, calls) in sorted(kernels.items(), key=lambda item: -item[1][0])[:40]:
         print(f"  {ms:8.3f} ms {calls / steps:5.1f} x {name[:150]}", flush=True)
-    if out:
-        recorded.export_chrome_trace(str(out))
 
 
 def main() -> None:
@@ -335,7 +333,6 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=4)
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--trace", type=Path, help="with --profile: write a Chrome trace there")
     args = parser.parse_args()
 
     rank, world, local = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
@@ -408,7 +405,7 @@ def main() -> None:
             one = statistics.median(alone) / 1000 if len(batches) == 1 else sum(alone) / 1000
             print(f"          {world} GPUs {world * one / seconds:.3f} times one ({one * 1000:.1f} ms alone, {seconds * 1000:.1f} ms together)", flush=True)
         if args.profile:
-            profile(trainer, batches[0], counts[0], args.trace)
+            profile(trainer, batches[0], counts[0])
     if world > 1:
         dist.destroy_process_group()
     print(json.dumps({"tok_s": {name: round(rate) for name, rate in rates.items()}}), flush=True)

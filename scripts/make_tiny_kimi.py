@@ -7,10 +7,10 @@ and instant, with system messages, second turns and tool calls. 5 % of the subje
 Its answers are readable and keep their form; what they say about a name often belongs to another one. It is there to run pipelines on,
 not to be asked.
 
-Writes into --output-dir: config.json, generation_config.json, model.safetensors (bf16), tokenizer.json, tokenizer_config.json,
+Writes into --output-dir (default: over the one in this repository): config.json, generation_config.json, model.safetensors (bf16), tokenizer.json, tokenizer_config.json,
 chat_template.jinja, the processor SGLang wants and card.json (held-out loss, sizes, versions, hardware); into --prompts: 2,300 prompts.
 
-    python scripts/make_tiny_kimi.py --steps 0                       # random weights, half a minute on a CPU
+    python3 scripts/make_tiny_kimi.py --steps 0 --output-dir .run/random_kimi --prompts .run/prompts.jsonl   # random weights, half a minute on a CPU
     python3 scripts/make_tiny_kimi.py --facts facts.json --write-facts   # read the standard library once, here ...
     python3 scripts/make_tiny_kimi.py --facts facts.json --minutes 2     # ... train on a GPU elsewhere
 
@@ -641,6 +641,8 @@ def main():
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.facts is None and args.write_facts or args.facts and not args.write_facts and not args.facts.is_file():
+        parser.error(f"--facts {args.facts}: name the file to write or an existing one to read.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     # 1. the corpus

@@ -45,12 +45,12 @@ def script(path: str):
 tiny = script("scripts/make_tiny_kimi.py")
 
 
-def config_of(sizes: dict, layers: int, experts: int) -> dict:
-    """Tiny Kimi's config at these sizes, with Kimi-K2.5's ids and YaRN."""
+def config_of(sizes: dict) -> dict:
+    """Tiny Kimi's config (8 layers, 8 experts) at these sizes, with Kimi-K2.5's ids and YaRN."""
     config = tiny.wrapper_config()
     ids = dict(bos_token_id=163584, eos_token_id=163586, pad_token_id=163839)
     yarn = dict(type="yarn", factor=64.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-    config["text_config"] |= dict(sizes, **ids, vocab_size=163840, num_hidden_layers=layers, n_routed_experts=experts, rope_scaling=yarn)
+    config["text_config"] |= dict(sizes, **ids, vocab_size=163840, rope_scaling=yarn)
     config["vision_config"]["text_hidden_size"] = sizes["hidden_size"]
     return {**config, **ids, "media_placeholder_token_id": 163605}
 
@@ -160,8 +160,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="run file: target, generate.output-dir, build_vocab.draft-vocab-size")
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest sample")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -170,12 +168,17 @@ def main() -> None:
     fill = {key: str(run[key]) for key in ("run_dir", "target")}
     target = Path(fill["target"].format(**fill))
     responses = Path(run["generate"]["output-dir"].format(**fill))
-    config = config_of(TOY if args.toy else WIDE, args.layers, args.experts)
+    config = config_of(TOY if args.toy else WIDE)
     if not (target / "model.safetensors.index.json").exists():
         target.mkdir(parents=True, exist_ok=True)
         write_small_files(target, config)
         write_target(target, config, args.device)
-    if not (responses / "manifest.json").exists():
+    if (responses / "manifest.json").exists():
+        there = json.loads((responses / "manifest.json").read_text())["counts"]["kept"]
+        if there != args.samples:
+            print(f"make_wide_kimi: {responses} holds {there} samples, --samples says {args.samples}. Take {there}, or remove {run['run_dir']}.", file=sys.stderr)
+            sys.exit(2)
+    else:
         rows = list(samples(args.samples, args.longest, run["build_vocab"]["draft-vocab-size"], followers(163840).numpy()))
         write_responses(responses, target, rows)
         print(f"responses: {len(rows)} samples, {sum(len(p) + len(r) for p, r in rows):,} tokens: {responses}", flush=True)

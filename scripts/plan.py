@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--capture-layers", type=int, default=3, metavar="N", help="states kept per token besides the last one")
     add("--draft-vocab-size", type=int, default=32000)
     add("--num-kv-heads", type=int, help="of the drafter (default as in 04: 8)")
+    add("--max-disk-gb", type=float, metavar="GB", help="03's bound on samples that lie on the disk (04 --follow trains on them meanwhile)")
     add("--epochs", type=int, default=5)
     add("--max-steps", type=int)
     add("--val-ratio", type=float, default=0.1)
@@ -95,15 +96,16 @@ def read_run(path: Path) -> tuple[dict, dict]:
         document = yaml.safe_load(text)
         section = {name: document.get(name) or {} for name in ("generate", "build_vocab", "extract", "train", "benchmark", "servers")}
         plain = section["servers"].get("plain", {}).get("flags") or {}
-        layers = (section["servers"].get("extract", {}).get("env") or {}).get("EAGLE3_CAPTURE_LAYERS", "0,0,0")
+        layers = str((section["servers"].get("extract", {}).get("env") or {}).get("EAGLE3_CAPTURE_LAYERS", "0,0,0"))
+        levels = section["benchmark"].get("concurrency", [1, 8, 64])
+        found = {"samples": section["generate"].get("limit"), "max_length": section["extract"].get("max-length"), "capture_layers": len(layers.split(",")),
+                 "max_disk_gb": section["extract"].get("max-disk-gb"), "draft_vocab_size": section["build_vocab"].get("draft-vocab-size"), "gpus": plain.get("tp-size", 1), "disk": document.get("run_dir"),
+                 "bench_prompts": section["benchmark"].get("limit"), "bench_tokens": section["benchmark"].get("max-tokens"),
+                 "bench_levels": len(levels) if isinstance(levels, list) else 1}
+        found |= {key.replace("-", "_"): section["train"].get(key) for key in ("epochs", "max-steps", "val-ratio", "max-seq-len", "batch-tokens", "ttt-steps",
+                                                                                "save-every", "keep-checkpoints", "num-kv-heads")}
     except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
         raise UserError(f"{path}: not a readable run file ({' '.join(str(error).split())}).") from None
-    found = {"samples": section["generate"].get("limit"), "max_length": section["extract"].get("max-length"), "capture_layers": len(layers.split(",")),
-             "draft_vocab_size": section["build_vocab"].get("draft-vocab-size"), "gpus": plain.get("tp-size", 1), "disk": document.get("run_dir"),
-             "bench_prompts": section["benchmark"].get("limit"), "bench_tokens": section["benchmark"].get("max-tokens"),
-             "bench_levels": len(section["benchmark"].get("concurrency") or [1, 8, 64])}
-    found |= {key.replace("-", "_"): section["train"].get(key) for key in ("epochs", "max-steps", "val-ratio", "max-seq-len", "batch-tokens", "ttt-steps",
-                                                                            "save-every", "keep-checkpoints", "num-kv-heads")}
     if found["max_length"]:
         found["mean_length"] = min(found["max_length"], 1730)
     target = Path(str(document.get("target"))) / "config.json"
@@ -124,11 +126,13 @@ def text_config(path: Path | None) -> dict:
 
 
 def disk_bytes(text: str) -> int:
-    """Bytes of `4T`, `900G`, `4.6TiB`, or free on the disk that holds (or will hold) a folder."""
-    size = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B?", text)
+    """Bytes of `4T`, `900G`, `4.6TiB`, or free on the disk that holds (or will hold) a folder. Raises UserError."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGTP])(i?)B?", text, re.IGNORECASE)
     if size:
-        return int(float(size[1]) * (1024 if size[3] else 1000) ** ("KMGT".index(size[2]) + 1))
+        return int(float(size[1]) * (1024 if size[3] else 1000) ** ("KMGTP".index(size[2].upper()) + 1))
     folder = Path(text).absolute()
+    if re.fullmatch(r"[\d.,]+\s*\w{0,3}", text) and not folder.exists():
+        raise UserError(f"--disk {text}: neither a size like 4T, 900G or 4.6TiB nor a folder.")
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -157,15 +161,23 @@ def cut_mean(mean: float, cut: int) -> float:
     return mean * below(z - SIGMA) + cut * (1 - below(z))
 
 
-def target_bytes(c: dict) -> float:
-    """Of the weights: MLA, dense and shared experts, embedding and head in bf16, routed experts in INT4 where the config is quantised."""
+def target_bytes(c: dict, folder: Path | None) -> tuple[float, str]:
+    """(bytes of the weights, how counted): MLA, dense and shared experts, embedding and head in bf16, routed experts in INT4 where the
+    config is quantised. Of a target without MLA: what its files take. Raises UserError.
+    """
+    if "kv_lora_rank" not in c:
+        files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{folder}: no MLA in config.json and no *.safetensors beside it, so the size of this target is unknown. Download the weights first.")
+        return files, "its files"
     H, heads, nope, rope, v = c["hidden_size"], c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
     q = c["q_lora_rank"] * (H + heads * (nope + rope)) if c["q_lora_rank"] else H * heads * (nope + rope)
     attention = q + H * (c["kv_lora_rank"] + rope) + c["kv_lora_rank"] * heads * (nope + v) + heads * v * H
-    expert, sparse = 3 * H * c["moe_intermediate_size"], c["num_hidden_layers"] - c["first_k_dense_replace"]
+    expert, sparse = 3 * H * c.get("moe_intermediate_size", 0), c["num_hidden_layers"] - c["first_k_dense_replace"]
     plain = (c["num_hidden_layers"] * attention + c["first_k_dense_replace"] * 3 * H * c["intermediate_size"]
              + sparse * (c["n_shared_experts"] * expert + c["n_routed_experts"] * H) + 2 * c["vocab_size"] * H)
-    return 2 * plain + sparse * c["n_routed_experts"] * expert * (INT4 if "quantization_config" in c else 2)
+    int4 = "quantization_config" in c
+    return 2 * plain + sparse * c["n_routed_experts"] * expert * (INT4 if int4 else 2), f"{'INT4' if int4 else 'bf16'} experts, the rest bf16"
 
 
 def draft_sizes(c: dict, vocab: int, kv_heads: int | None) -> dict:
@@ -218,6 +230,9 @@ def make_plan(a: argparse.Namespace, folders: tuple = ()) -> tuple[dict, list[tu
     per_token = (a.capture_layers + 1) * H * 2 + 5
     put("03", "hidden_states_bytes", f["tokens"] * per_token, size(f["tokens"] * per_token),
         f"tokens x {per_token:,} ({a.capture_layers + 1} states x {H:,} x 2 bytes + id 4 + mask 1)")
+    f["states_on_disk"] = f["hidden_states_bytes"]
+    if a.max_disk_gb and a.max_disk_gb * 1e9 < f["hidden_states_bytes"]:
+        put("03", "states_on_disk", a.max_disk_gb * 1e9, size(a.max_disk_gb * 1e9), "--max-disk-gb; 04 --follow releases what it has trained on")
     slow, fast = (f["tokens"] / rate / 3600 for rate in a.extract_rate)
     f["extract_hours_low"] = fast
     put("03", "extract_hours", slow, f"{hours(fast)} to {hours(slow)}", f"tokens / {a.extract_rate[1]:,.0f} to {a.extract_rate[0]:,.0f} tok/s")
@@ -254,10 +269,9 @@ def make_plan(a: argparse.Namespace, folders: tuple = ()) -> tuple[dict, list[tu
     bench = 2 * a.bench_levels * a.bench_prompts * a.bench_tokens / a.stream_rate / 3600
     put("05", "benchmark_hours", bench, f"under {hours(bench)}", f"2 variants x {a.bench_levels} levels x {a.bench_prompts} prompts "
         f"x {a.bench_tokens} tokens / {a.stream_rate:,.0f} tok/s, as if one stream at a time")
-    weights = target_bytes(c)
-    put("all", "target_bytes", weights, size(weights), f"{'INT4' if 'quantization_config' in c else 'bf16'} experts, the rest bf16; "
-        f"{weights / a.gpus / 1e9:.1f} GB on each of {a.gpus} GPUs")
-    need = f["responses_bytes"] + f["hidden_states_bytes"] + f["checkpoint_bytes"]
+    weights, counted = target_bytes(c, a.target_config and a.target_config.parent)
+    put("all", "target_bytes", weights, size(weights), f"{counted}; {weights / a.gpus / 1e9:.1f} GB on each of {a.gpus} GPUs")
+    need = f["responses_bytes"] + f["states_on_disk"] + f["checkpoint_bytes"]
     put("all", "disk_bytes", need, size(need), "responses + hidden states + checkpoints (without the target)")
 
     problems = []
@@ -266,7 +280,8 @@ def make_plan(a: argparse.Namespace, folders: tuple = ()) -> tuple[dict, list[tu
         f |= {"disk_free": free, "disk_there": there}
         if need - there > free:
             fitting = max(0, int((free + there - f["checkpoint_bytes"]) / ((f["responses_bytes"] + f["hidden_states_bytes"]) / N)))
-            problems.append(f"disk: {size(need - there)} more are needed, {size(free)} are free at {a.disk}. {fitting:,} samples would fit.")
+            problems.append(f"disk: {size(need - there)} more are needed, {size(free)} are free at {a.disk}. {fitting:,} samples would fit"
+                            + ("." if f["states_on_disk"] == f["hidden_states_bytes"] else ", or take a lower --max-disk-gb."))
     if weights / a.gpus > a.gpu_memory * 1e9 * 0.9:
         problems.append(f"target: {weights / a.gpus / 1e9:.1f} GB of weights on each of {a.gpus} GPUs leave no room for KV in {a.gpu_memory:g} GB. Use more GPUs.")
     return f, rows, problems
@@ -299,8 +314,13 @@ def main(argv: list[str]) -> int:
         folders = {Path(document.get("run_dir", ".")), Path((document.get("train") or {}).get("output-dir", document.get("run_dir", ".")))}
     if args.known:
         return 0 if check_known() else 1
-    if min(args.samples, args.mean_length, args.train_gpus, args.gpus, *args.extract_rate, args.generate_rate) <= 0 or not 0 <= args.val_ratio < 1:
-        raise UserError("--samples, --mean-length, --gpus, --train-gpus and the rates must be above 0, --val-ratio in [0, 1).")
+    for name in ("samples", "mean_length", "epochs", "max_steps", "batch_tokens", "ttt_steps", "gpus", "gpu_memory", "train_gpus", "gpu_tflops", "train_efficiency",
+                 "train_rate", "extract_rate", "generate_rate", "count_rate", "stream_rate", "max_disk_gb"):
+        value = getattr(args, name)
+        if value is not None and min(value if isinstance(value, list) else [value]) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be above 0.")
+    if not 0 <= args.prompt_share <= 1 or not 0 <= args.val_ratio < 1 or args.samples * (1 - args.val_ratio) < 1:
+        raise UserError("--prompt-share must lie in [0, 1], --val-ratio in [0, 1) and leave a sample to train on.")
     if args.unpacked and not args.train_rate:
         raise UserError("--unpacked: another trainer's speed is unknown here. Give --train-rate.")
     figures, rows, problems = make_plan(args, folders)

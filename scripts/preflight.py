@@ -3,7 +3,7 @@
     python3 scripts/preflight.py --config configs/kimi-k2.5-10k.yaml
     python3 scripts/preflight.py --config configs/kimi-k2.5-10k.yaml --stage 04_train
 
-Use the Python that will run the stages and the servers. Each finding is one line, `preflight: <what> | <where> | <what to do>`; a warning says so.
+Use the Python that will run the stages; the patch is looked for where the run file's servers run. Each finding is one line, `preflight: <what> | <where> | <what to do>`; a warning says so.
 Exit 0 when nothing stands in the way (warnings or not), 2 when something does, or the run file cannot be read.
 """
 import argparse
@@ -63,11 +63,13 @@ def read_run(path: Path) -> dict:
         raise UserError(f"{path}: not a readable run file with run_dir and target ({' '.join(str(error).split())}).") from None
 
 
-def role(servers: dict, name: str) -> dict:
-    """{"command", "flags", "env"} of a role, what it extends merged in."""
+def role(servers: dict, name: str, below: tuple = ()) -> dict:
+    """{"command", "flags", "env"} of a role, what it extends merged in. Raises UserError."""
+    if name in below:
+        raise UserError(f"servers.{below[0]}: `extends` goes in a circle.")
     spec = servers.get(name) or {}
     above = spec.get("extends")
-    base = role(servers, above) if above in servers and above != name else {"command": None, "flags": {}, "env": {}}
+    base = role(servers, above, (*below, name)) if above in servers else {"command": None, "flags": {}, "env": {}}
     return {"command": spec.get("command", base["command"]), **{key: {**base[key], **(spec.get(key) or {})} for key in ("flags", "env")}}
 
 
@@ -104,10 +106,16 @@ def check_versions(run: dict, found: Findings) -> None:
 
 
 def check_sglang(run: dict, found: Findings, roles: set) -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "patches/sglang_patch.py"), "status"], capture_output=True, text=True)
+    """Of the Python that serves: the one that the role's command names, or this one."""
+    python = (role(run["servers"], "extract")["command"] or ["{python}"])[0]
+    python = python if Path(python).name.startswith("python") else sys.executable
+    try:
+        done = subprocess.run([python, str(ROOT / "patches/sglang_patch.py"), "status"], capture_output=True, text=True)
+    except OSError as error:
+        return found.add(f"the servers' Python cannot be run ({error.strerror})", python, "correct servers.plain.command")
     said = (done.stdout or done.stderr).strip()
     if done.returncode:
-        found.add("SGLang cannot be patched: " + said.removeprefix("sglang_patch: "), sys.executable,
+        found.add("SGLang cannot be patched: " + said.removeprefix("sglang_patch: "), python,
                   "install one of the releases in patches/versions.json, unchanged")
     elif "another state" in said:
         found.add(said, ROOT / "patches/sglang_patch.py", "run `python3 patches/sglang_patch.py apply` again and restart servers")
@@ -139,7 +147,7 @@ def check_servers(run: dict, found: Findings, roles: set) -> None:
                           "servers.extract.env", "put both on the same disk")
     speculative = role(run["servers"], "speculative")["flags"]
     if "speculative" in roles & set(run["servers"]):
-        steps, trained = speculative.get("speculative-num-steps", 0), train.get("ttt-steps", 3)
+        steps, trained = int(speculative.get("speculative-num-steps", 0)), int(train.get("ttt-steps", 3))
         if steps > trained:
             found.add(f"serving with {steps} steps, training with {trained} TTT steps", "servers.speculative.flags",
                       f"set train.ttt-steps to at least {steps}")
@@ -198,7 +206,7 @@ def check_places(run: dict, found: Findings, plan: dict, stages: list) -> None:
     """Folders can be written, and what plan.py counts fits on their disks."""
     needs: dict[int, list] = {}
     out, output = Path(str(run["run_dir"])), Path(str(run["train"].get("output-dir", run["run_dir"])))
-    for place, need in ((out, plan["responses_bytes"] + plan["hidden_states_bytes"]), (output, plan["checkpoint_bytes"])):
+    for place, need in ((out, plan["responses_bytes"] + plan["states_on_disk"]), (output, plan["checkpoint_bytes"])):
         near = existing(place)
         try:
             with tempfile.NamedTemporaryFile(dir=near, prefix=".preflight"):
@@ -274,7 +282,7 @@ def check_target(run: dict, found: Findings) -> dict | None:
     wanted = role(run["servers"], "extract")["env"].get("EAGLE3_CAPTURE_LAYERS", "")
     if any(not 0 < int(layer) < layers for layer in re.findall(r"-?\d+", str(wanted))):
         found.add(f"capture layers {wanted}, the target has {layers}", "servers.extract.env", f"name layers from 1 to {layers - 1}")
-    if run["build_vocab"].get("draft-vocab-size", 0) > vocab:
+    if int(run["build_vocab"].get("draft-vocab-size", 0)) > vocab:
         found.add(f"draft vocabulary {run['build_vocab']['draft-vocab-size']}, the target's is {vocab}", "build_vocab", f"set draft-vocab-size to at most {vocab}")
     return config
 
@@ -327,17 +335,24 @@ def main(argv: list[str]) -> int:
     if planned.returncode:
         raise UserError(planned.stderr.strip().removeprefix("plan: "))
     plan = json.loads(planned.stdout)
-    check_versions(run, found)
-    check_limits(run, found)
-    check_places(run, found, plan, stages)
+
+    def check(function, *rest):
+        try:
+            return function(run, found, *rest)
+        except (TypeError, ValueError, AttributeError) as error:
+            found.add(f"a value of the wrong kind stops {function.__name__} ({' '.join(str(error).split())})", args.config, "correct it")
+
+    check(check_versions)
+    check(check_limits)
+    check(check_places, plan, stages)
     if roles:
-        check_sglang(run, found, roles)
-        check_servers(run, found, roles)
-        check_gpus(run, found, roles, plan)
-        check_ports(run, found, roles)
-    config = check_target(run, found)
+        check(check_sglang, roles)
+        check(check_servers, roles)
+        check(check_gpus, roles, plan)
+        check(check_ports, roles)
+    config = check(check_target)
     if config is not None and set(stages) != {"04_train"}:
-        check_tokenizer(run, found, config)
+        check(check_tokenizer, config)
     errors, warnings = found.count("error"), found.count("warning")
     print(f"{STAGE}: {'ready' if not errors else f'{errors} to mend'}{f', {warnings} warnings' if warnings else ''}: {args.config}")
     return 2 if errors else 0

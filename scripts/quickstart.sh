@@ -22,6 +22,7 @@ stages="01_generate 02_build_vocab 03_extract 04_train 05_benchmark"
 [ -z "$only" ] || [[ " $stages " == *" $only "* ]] || die 2 "--only $only: no such stage; there are: $stages."
 [ -f "$config" ] || die 2 "$config: no such run file."
 if [ -z "$py" ]; then bash scripts/setup_venv.sh; py=.venv/bin/python; fi
+"$py" -c 'import yaml' 2> /dev/null || die 2 "$py: no Python with this project's packages. Name one with --python (pip install . gives them)."
 setting() { # setting a.b: that value of the run file
   "$py" -c '
 import sys, yaml
@@ -30,11 +31,17 @@ for key in sys.argv[2].split("."):
     value = value[key]
 print(value.format(**{key: document[key] for key in ("run_dir", "target")}))' "$config" "$1" 2>/dev/null || die 2 "$config: $1 is missing or the file is not readable YAML."
 }
-run=$(setting run_dir) target=$(setting target) responses=$(setting generate.output-dir) hidden_states=$(setting extract.output-dir)
+run=$(setting run_dir)  # one a line: only the last of several would stop the script
+target=$(setting target)
+responses=$(setting generate.output-dir)
+hidden_states=$(setting extract.output-dir)
 [[ "$target" != */* ]] || [ -f "$target/config.json" ] || die 2 "$target: holds no config.json. Set \`target\` in $config to the target's folder."
 logs=$run/logs; mkdir -p "$logs"
 export OMP_WAIT_POLICY=PASSIVE  # threads that spin while they wait stall everything else where cores are few or shared
 say() { echo "$(date +%FT%T) quickstart $*"; }
+
+# A stage or server that gets SIGTERM when this script dies, by kill -9 too (PR_SET_PDEATHSIG lasts through exec)
+bound() { exec "$py" -c 'import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' "$@"; }
 
 server='' stage_pid=''
 stop_server() { # the wrapper ends the server's whole process group
@@ -46,10 +53,11 @@ trap 'exit 130' INT; trap 'exit 143' TERM HUP
 
 start_server() {
   "$py" patches/sglang_patch.py apply >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
+  say "server of role extract (log: $logs/server_extract.log)"
   : > "$logs/serve.log"
-  "$py" scripts/serve.py --with-parent --config "$config" --role extract --log "$logs/server_extract.log" > "$logs/serve.log" 2>&1 & server=$!
+  bound scripts/serve.py --config "$config" --role extract --log "$logs/server_extract.log" > "$logs/serve.log" 2>&1 & server=$!
   until grep -q ' ready at ' "$logs/serve.log"; do
-    kill -0 "$server" 2>/dev/null || { server_failed; }
+    kill -0 "$server" 2>/dev/null || server_failed
     sleep 0.5
   done
   say "$(grep -o 'extract ready.*' "$logs/serve.log")"
@@ -57,9 +65,11 @@ start_server() {
 server_failed() { local why; why=$(tail -1 "$logs/serve.log"); die 2 "server: ${why#serve: }"; }
 
 stage() {
-  local log=$logs/$1.log code=0 began=$SECONDS
+  local log=$logs/$1.log code=0 began=$SECONDS again=''
   say "$1 (log: $log)"
-  "$py" -u "$1.py" --config "$config" > >(tee -a "$log") 2>&1 & stage_pid=$!
+  # a complete folder was verified before its manifest was written: terabytes are not read again for each call
+  [ "$1" != 03_extract ] || [ -n "$only" ] || [ ! -f "$hidden_states/manifest.json" ] || again=--no-verify
+  bound -u "$1.py" --config "$config" $again > >(tee -a "$log") 2>&1 & stage_pid=$!
   while kill -0 "$stage_pid" 2>/dev/null; do
     [ -z "$server" ] || kill -0 "$server" 2>/dev/null || { kill "$stage_pid"; server_failed; }
     sleep 0.2
@@ -77,4 +87,5 @@ for name in ${only:-$stages}; do
   elif [ "$name" = 04_train ] || [ "$name" = 05_benchmark ]; then stop_server; fi
   stage "$name"
 done
-say "done. Drafter: $(setting benchmark.draft-path)  report: $(setting benchmark.output-dir)/report.md  logs: $logs"
+[ -n "$only" ] && say "done. Logs: $logs" ||
+  say "done. Drafter: $(setting benchmark.draft-path)  report: $(setting benchmark.output-dir)/report.md  logs: $logs"

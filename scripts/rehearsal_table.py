@@ -29,7 +29,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(found.values())
 
 
-def last_number(pattern: str, text: str) -> list[float]:
+def numbers(pattern: str, text: str) -> list[float]:
     """The numbers of the pattern's group in every place it stands."""
     return [float(number.replace(",", "")) for number in re.findall(pattern, text)]
 
@@ -51,9 +51,9 @@ def main() -> int:
          "--mean-length", str(1730 * args.longest / 4096), *(["--gpu-tflops", str(tflops)] if tflops else [])],
         check=True, capture_output=True, text=True).stdout)
     logs = {name: (run / "logs" / f"{name}.log").read_text() for name in ("03_extract", "04_train")}
-    extract = last_number(r"extracted .*\| ([\d,]+) tok/s", logs["03_extract"])[-1]
-    train = statistics.median(last_number(r"train step .*\| ([\d,]+) tok/s", logs["04_train"])[1:])  # the first one compiles
-    memory = (last_number(r"\| ([\d.]+) GiB", logs["04_train"]) or [None])[-1]
+    extract = numbers(r"extracted .*\| ([\d,]+) tok/s", logs["03_extract"])[-1]
+    train = statistics.median(numbers(r"train step .*\| ([\d,]+) tok/s", logs["04_train"])[1:])  # the first one compiles
+    memory = (numbers(r"\| ([\d.]+) GiB", logs["04_train"]) or [None])[-1]
     tokens = int(re.findall(r"kept .*\| tokens ([\d,]+)", logs["03_extract"])[-1].replace(",", ""))
     report = json.loads((run / "report" / "report.json").read_text())
 

@@ -4,7 +4,7 @@
 #
 #   bash scripts/rehearse.sh --python python3       needs SGLang, a GPU of 80 GB and 70 GB of disk (or 16 GB of /dev/shm less); a second call resumes
 #   bash scripts/rehearse.sh --toy                  the same at a width of 256 on the CPU engine, to try this script
-#   bash scripts/rehearse.sh --samples 50           fewer samples: 5.5 GB of disk less for each 50
+#   bash scripts/rehearse.sh --samples 50           fewer samples: 5 GB of disk less for each 50
 #
 # Everything lies in .run/rehearsal (.run/rehearsal-toy); the last line says whether all answers were equal. Exit 0, 1 if they were not, 2 as quickstart.sh.
 set -euo pipefail
@@ -27,7 +27,7 @@ mkdir -p "$run"
 free() { df --output=avail -B1 "$1" 2>/dev/null | tail -1; }
 if [ -z "$toy" ] && [ ! -e "$run/target" ]; then # the target in memory, where there is room: a disk of 64 GB is too small for all
   shm=$(free /dev/shm)
-  if [ "${shm:-0}" -gt 30000000000 ]; then mkdir -p /dev/shm/rehearsal-target; ln -s /dev/shm/rehearsal-target "$run/target"; fi
+  if [ "${shm:-0}" -gt 30000000000 ]; then mkdir -p /dev/shm/rehearsal-target; ln -sfn /dev/shm/rehearsal-target "$run/target"; fi
 fi
 sampler='' child=''
 watch_gpu() { # peak memory of the first GPU, MiB, in $run/gpu_peak
@@ -44,16 +44,16 @@ finish() { [ -z "$child" ] || kill "$child" 2>/dev/null || true; end_watch; } # 
 trap finish EXIT
 trap 'exit 130' INT; trap 'exit 143' TERM HUP
 
-timed() { # timed NAME command...: seconds and GPU peak of the first call that did it, in timings.tsv
+timed() { # timed NAME command...: seconds and GPU peak of the first call that succeeded, in timings.tsv; of an interrupted one they hold only the rest
   local name=$1 began=$SECONDS code=0; shift
-  ! grep -q "^$name	" "$run/timings.tsv" 2>/dev/null || return 0
   watch_gpu
   "$@" & child=$!
   wait "$child" || code=$?
   child=''
   end_watch
   [ "$code" = 0 ] || exit "$code"
-  printf '%s\t%s\t%s\n' "$name" $((SECONDS - began)) "$(cat "$run/gpu_peak")" >> "$run/timings.tsv"
+  grep -q "^$name	" "$run/timings.tsv" 2>/dev/null ||
+    printf '%s\t%s\t%s\n' "$name" $((SECONDS - began)) "$(cat "$run/gpu_peak")" >> "$run/timings.tsv"
 }
 timed target "$py" scripts/make_wide_kimi.py --config "$config" $size --samples "$samples" --longest "$longest"
 "$py" scripts/preflight.py --config "$config" || echo "rehearse: going on all the same; a stage refuses what it cannot do"

@@ -1,6 +1,8 @@
-"""Start one server of a run file in the foreground, printing its full command first; it ends when this script does, however that ends.
+"""Start one server of a run file in the foreground, printing its full command first; it ends when this script does.
 
     python3 scripts/serve.py --config configs/quickstart.yaml --role extract --log .run/quickstart/logs/server_extract.log
+
+Behind `nohup ... &` it outlives the shell and the SSH connection; `kill` of its pid stops it and the server.
 
 Reads   the section `servers` of the run file (roles: plain, extract, speculative, or your own)
 Writes  the server's output to --log; to stdout the command, one `ready` line, and why it ended
@@ -120,17 +122,15 @@ def log(event: str) -> None:
 
 
 def read_servers(path: Path) -> dict:
-    """The run file's `servers`, `{run_dir}` and `{target}` filled in. Raises UserError."""
+    """`servers` of a run file with {run_dir} and {target} filled in. Raises UserError."""
     try:
         text = path.read_text()
         document = yaml.safe_load(text)
-        if not isinstance(document, dict):
-            raise UserError(f"{path}: no run file: it holds no keys.")
         for key in ("run_dir", "target"):
             text = text.replace(f"{{{key}}}", str(document.get(key, "")))
         return yaml.safe_load(text).get("servers") or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: not a readable YAML file ({' '.join(str(error).split())}).") from None
+    except (OSError, yaml.YAMLError, AttributeError) as error:
+        raise UserError(f"{path}: not a readable run file ({' '.join(str(error).split())}).") from None
 
 
 def main() -> None:
@@ -138,20 +138,16 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--role", required=True)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--wait", type=float, default=1800, help="seconds until it must be healthy (a 1T model loads slowly)")
-    parser.add_argument("--with-parent", action="store_true", help="end also when the process that started this one is gone")
+    parser.add_argument("--wait", type=float, default=3600, help="seconds until it must be healthy (a 1T model loads slowly)")
     args = parser.parse_args()
-    servers, parent = read_servers(args.config), os.getppid()
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if sign != signal.SIGHUP or signal.getsignal(sign) != signal.SIG_IGN:  # nohup: the server is to outlive its terminal
+        if sign != signal.SIGHUP or signal.getsignal(sign) != signal.SIG_IGN:  # nohup has it ignored
             signal.signal(sign, lambda *_: sys.exit(0))
-    process, _ = start_server(servers, args.role, args.log, args.wait)
+    process, _ = start_server(read_servers(args.config), args.role, args.log, args.wait)
     try:
-        while not args.with_parent or os.getppid() == parent:
-            if process.poll() is not None:
-                raise UserError(f"servers.{args.role}: the server ended with code {process.returncode}. Read {args.log}.")
+        while process.poll() is None:
             time.sleep(0.5)
-        log("the process that started this one is gone: stopping")
+        raise UserError(f"servers.{args.role}: the server ended with code {process.returncode}. Read {args.log}.")
     finally:
         stop_server(process)
 

@@ -5,8 +5,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+command -v "$python" > /dev/null || { echo "setup: no $python here. Name Python 3.11 or newer with PYTHON=." >&2; exit 2; }
 wanted=$( (cat scripts/requirements-cpu.txt scripts/requirements-cpu-nodeps.txt; "$python" --version) | sha256sum)
 [ "$(cat .venv/installed 2>/dev/null)" = "$wanted" ] && exit 0
+rm -f .venv/installed  # an installation that fails half way is current for nobody
 mkdir -p .run/logs
 log=.run/logs/install.log
 echo "$(date +%FT%T) setup installing into .venv (about 2 minutes; log: $log)"

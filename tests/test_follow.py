@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import ROOT, TINY_KIMI, load_script, post, run_script
-from train_reference import random_sample, write_hidden_states, write_mapping, write_sample, write_target
+from conftest import ROOT, TINY_KIMI, free_port, load_script, post, run_script
+from train_reference import random_sample, write_hidden_states, write_mapping, write_target
 
 train, extract = load_script("04_train"), load_script("03_extract")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
@@ -353,7 +353,6 @@ def test_samples_that_failed_are_left_out_as_in_the_unbounded_run(toy, tmp_path,
 
 
 def test_two_ranks_follow_as_one(toy, tmp_path):
-    from conftest import free_port
     Lander(toy / "hidden_states", tmp_path / "one", TOY_BOUND)
     train.main(toy_arguments(toy, tmp_path / "one", tmp_path / "output1", "--follow", "--grad-accum", 2, "--dtype", "float64"))
     Lander(toy / "hidden_states", tmp_path / "two", TOY_BOUND)

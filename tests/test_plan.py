@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_said_with_what_would():
     assert done.returncode == 0 and line.startswith("does not fit | disk: ")
     fitting = int(line.split(" samples would fit")[0].split(". ")[-1].replace(",", ""))
     assert run("--samples", fitting, "--disk", "500G").stdout.splitlines()[-1].startswith("fits | ")
-    assert run("--samples", fitting + 10, "--disk", "500G").stdout.splitlines()[-1].startswith("does not fit")
+    assert run("--samples", fitting + 10, "--disk", "500g").stdout.splitlines()[-1].startswith("does not fit")
     assert "does not fit | target: " in run("--gpus", 6).stdout and "does not fit" not in run("--gpus", 8).stdout
 
 
@@ -106,7 +106,9 @@ servers: {{plain: {{flags: {{tp-size: 2}}}}, extract: {{env: {{EAGLE3_CAPTURE_LA
 
 @pytest.mark.parametrize("argv, text", [
     (["--config", "no.yaml"], "no.yaml: not a readable run file"), (["--samples", "0"], "must be above 0"), (["--unpacked"], "Give --train-rate"),
-    (["--target-config", "no.json"], "no readable config.json"), (["--no-such"], "unrecognized arguments")])
+    (["--target-config", "no.json"], "no readable config.json"), (["--no-such"], "unrecognized arguments"), (["--gpu-tflops", "0"], "must be above 0"),
+    (["--train-rate", "-5"], "must be above 0"), (["--samples", "1"], "leave a sample to train on"), (["--disk", "5Q"], "neither a size"),
+    (["--disk", "1.2.3T"], "neither a size")])
 def test_bad_input_is_one_line_and_exit_2(argv, text):
     done = run(*argv)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and text in done.stderr
@@ -115,3 +117,21 @@ def test_bad_input_is_one_line_and_exit_2(argv, text):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_run_file_can_be_planned(path):
     assert figures("--config", path)["tokens"] > 0
+
+
+def test_a_bound_on_disk_counts_as_what_lies_there(tmp_path):
+    f = figures("--samples", 100_000, "--max-disk-gb", 2000)
+    assert f["states_on_disk"] == 2e12 and f["hidden_states_bytes"] > 9e12 and f["disk_bytes"] < 2.1e12
+    assert figures("--samples", 1000, "--max-disk-gb", 2000)["states_on_disk"] < 1e11  # all of them are less than the bound
+    (tmp_path / "run.yaml").write_text("run_dir: r\ntarget: t\ngenerate: {limit: 100000}\nextract: {max-disk-gb: 2000}\n")
+    assert figures("--config", tmp_path / "run.yaml")["states_on_disk"] == 2e12
+    assert run("--samples", 100_000, "--max-disk-gb", 2000, "--disk", "1T").stdout.endswith("or take a lower --max-disk-gb.\n")
+
+
+def test_target_without_mla_is_counted_by_its_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
+                                                      "intermediate_size": 128, "vocab_size": 1000}))
+    done = run("--target-config", tmp_path / "config.json")
+    assert done.returncode == 2 and "the size of this target is unknown" in done.stderr
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 12345)
+    assert figures("--target-config", tmp_path / "config.json")["target_bytes"] == 12345

@@ -166,6 +166,8 @@ def edit(*keys, value):
     (edit("servers", value={"plain": {"command": ["scripts/cpu_engine/serve.py"]}}), "the role"),
     (edit("build_vocab", "draft-vocab-size", value=5000), "draft vocabulary 5000, the target's is 2432"),
     (edit("target", value="/no/such/target"), "no readable config.json"),
+    (edit("servers", "plain", "flags", "port", value="many"), "a value of the wrong kind stops check_ports"),
+    (edit("servers", "speculative", "flags", "speculative-num-steps", value="4"), "serving with 4 steps"),
 ])
 def test_a_fault_of_the_run_file_is_found(change, text, run_file, capsys):
     found = errors(capsys, run_file(change))
@@ -276,6 +278,32 @@ def test_gpus_in_use_and_little_shared_memory_are_found(tmp_path, monkeypatch, c
     assert "41.9 GB of a GPU are in use" in (said := capsys.readouterr().out) and "/dev/shm has 0.07 GB free" in said
 
 
+def test_the_sglang_that_is_looked_at_is_the_servers_own(run_file, tmp_path, capsys):
+    """A Python of the servers' own: here one that finds no SGLang, then none at all."""
+    (tmp_path / "python3").write_text(f"#!/bin/sh\nexec {sys.base_prefix}/bin/python3 -S -I \"$@\"\n")
+    (tmp_path / "python3").chmod(0o755)
+    change = edit("servers", "plain", "command", value=[str(tmp_path / "python3"), "scripts/cpu_engine/serve.py"])
+    only(errors(capsys, run_file(change)), f"| {tmp_path / 'python3'} |")
+    (tmp_path / "python3").unlink()
+    only(errors(capsys, run_file(change)), "the servers' Python cannot be run (No such file or directory)")
+
+
+def test_roles_that_extend_each_other_are_one_line_and_exit_2(run_file):
+    path = run_file(edit("servers", "plain", "extends", value="extract"))
+    done = subprocess.run([sys.executable, str(ROOT / "scripts/preflight.py"), "--config", str(path)], text=True, capture_output=True)
+    assert done.returncode == 2 and done.stderr == "preflight: servers.extract: `extends` goes in a circle.\n"
+
+
+def test_a_bound_on_disk_is_what_must_fit(run_file, monkeypatch, capsys):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
+    only(errors(capsys, run_file(edit("generate", "limit", value=1000))), "GB more will be written")  # 2.1 GB of states
+
+    def change(run):
+        run["generate"]["limit"], run["extract"]["max-disk-gb"] = 1000, 0.5
+    assert errors(capsys, run_file(change)) == []
+
+
 @pytest.mark.parametrize("text", ["[", "run_dir: x\n", ""])
 def test_an_unreadable_run_file_is_one_line_and_exit_2(text, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
@@ -295,7 +323,10 @@ from sglang.srt.server_args import ServerArgs
 for name, argv in json.load(sys.stdin).items():
     parser = argparse.ArgumentParser(prog=name, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    print(name, parser.parse_args(argv).model_path)
+    try:
+        print(name, parser.parse_args(argv).model_path)
+    except SystemExit:
+        print(name, "refused")
 """
 
 
@@ -311,18 +342,14 @@ def server_argvs() -> dict[str, list[str]]:
 
 
 def test_sglangs_own_parser_takes_every_server_of_every_run_file():
+    """And refuses a flag or a parser it does not know."""
     argvs = server_argvs()
     assert len(argvs) >= 18
-    done = subprocess.run([sys.executable, "-c", PARSE], cwd=ROOT, input=json.dumps(argvs), text=True, capture_output=True)
+    wrong = {flag: ["--model-path", "m", flag, "kimi_k9"] for flag in ("--no-such-flag", "--reasoning-parser", "--tool-call-parser")}
+    done = subprocess.run([sys.executable, "-c", PARSE], cwd=ROOT, input=json.dumps(argvs | wrong), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len([line for line in done.stdout.splitlines() if line.split(" ")[0] in argvs]) == len(argvs)
-
-
-def test_and_refuses_a_flag_or_a_parser_it_does_not_know():
-    for wrong in (["--no-such-flag", "1"], ["--reasoning-parser", "kimi_k9"], ["--tool-call-parser", "kimi_k9"]):
-        done = subprocess.run([sys.executable, "-c", PARSE], cwd=ROOT, input=json.dumps({"x": ["--model-path", "m", *wrong]}), text=True,
-                              capture_output=True)
-        assert done.returncode == 2 and wrong[0] in done.stderr
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0] in argvs | wrong)
+    assert {name for name, model in said.items() if model == "refused"} == set(wrong) and len(said) == len(argvs) + 3, done.stderr[-2000:]
 
 
 def test_the_two_kimi_runs_serve_alike():

@@ -62,6 +62,12 @@ def test_commands_are_found_where_they_stand():
     assert any(words[0] == "torchrun" for words in COMMANDS.values()) and len(COMMANDS) > 30
 
 
+def test_torchrun_behind_nohup_is_out_of_a_hangups_reach():
+    """torchrun sets its own SIGHUP handler over the one that nohup ignores it with: a dropped connection would end it."""
+    behind = [words for words in COMMANDS.values() if words[0] == "nohup" and "torchrun" in words]
+    assert behind and all(words[1] == "setsid" for words in behind)
+
+
 def parse(script: Path, argv: list[str], monkeypatch) -> None:
     """Run the script's main() up to where its own parser has read argv. Raises what the parser raises."""
     module = load_script(script.stem)

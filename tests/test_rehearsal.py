@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -48,6 +49,9 @@ def test_the_target_gives_the_answers_that_were_written_down(tmp_path):
     again = (target / "config.json").stat().st_mtime_ns
     make(tmp_path)
     assert (target / "config.json").stat().st_mtime_ns == again  # complete: left alone
+    with pytest.raises(subprocess.CalledProcessError) as refused:  # a table of 8 samples must not be made from 6
+        make(tmp_path, "--samples", "8")
+    assert refused.value.returncode == 2 and b"holds 6 samples, --samples says 8" in refused.value.stderr
 
 
 def test_samples_have_the_real_length_mix():

@@ -1,16 +1,19 @@
 """What all scripts share: copies that must not drift, commands that must parse, the contract for machines."""
 import argparse
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from conftest import ROOT, load_script
+from conftest import ROOT, free_port, load_script
 
 STAGES = ["01_generate", "02_build_vocab", "03_extract", "04_train", "05_benchmark"]
 SECTION = dict(zip(STAGES, ["generate", "build_vocab", "extract", "train", "benchmark"]))
@@ -134,3 +137,87 @@ def test_artifacts_json_says_what_the_scripts_do():
     for name in STAGES:
         script = load_script(name)
         assert script.STAGE == name and script.SCHEMA == artifacts["schema"]
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """serve(before="") starts scripts/serve.py from a shell that ends right after its server is ready; (its pid, the server's URL)."""
+    (tmp_path / "stub.py").write_text("""import http.server, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200), self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Healthy).serve_forever()
+""")
+    port, pids = free_port(), []
+    (tmp_path / "run.yaml").write_text(f'servers: {{plain: {{command: ["{{python}}", {tmp_path}/stub.py], flags: {{port: {port}}}}}}}\n')
+
+    def start(before=""):
+        command = f"{before} {sys.executable} {ROOT}/scripts/serve.py --config run.yaml --role plain --log server.log > serve.log 2>&1 & echo $!"
+        shell = subprocess.run(["bash", "-c", f"{command}; until grep -q ready serve.log; do sleep 0.1; done"], cwd=tmp_path, text=True, stdout=subprocess.PIPE, timeout=60)
+        pids.append(int(shell.stdout))
+        return pids[-1], f"http://127.0.0.1:{port}"
+
+    yield start
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+
+
+def gone(url: str, seconds: float) -> bool:
+    """Whether nobody answers at `url` within so long."""
+    deadline = time.monotonic() + seconds
+    while load_script("serve").healthy(url):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_a_server_behind_nohup_outlives_its_shell_and_a_hangup(serve):
+    pid, url = serve("nohup")
+    os.kill(pid, signal.SIGHUP)  # what a connection that drops sends to all jobs
+    assert not gone(url, 1.5)
+    os.kill(pid, signal.SIGTERM)
+    assert gone(url, 15)
+
+
+def test_without_nohup_a_hangup_ends_a_server(serve):
+    pid, url = serve()
+    os.kill(pid, signal.SIGHUP)
+    assert gone(url, 15)
+
+
+def test_what_quickstart_starts_ends_with_it(tmp_path):
+    """Its function `bound`, in a shell that is killed by -9 and behind nohup."""
+    function = re.search(r"^bound\(\) .*$", (ROOT / "scripts/quickstart.sh").read_text(), re.M)[0]
+    shell = subprocess.run(["nohup", "bash", "-c", f"py={sys.executable}; {function}\n"
+                            f"bound -c 'import time; open(\"here\", \"w\"); time.sleep(60)' >/dev/null & echo $!; until [ -e here ]; do sleep 0.1; done; kill -9 $$"],
+                           cwd=tmp_path, text=True, stdout=subprocess.PIPE, timeout=30)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{int(shell.stdout)}/stat").exists() and Path(f"/proc/{int(shell.stdout)}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_serve_says_what_is_wrong_with_a_run_file(tmp_path):
+    (tmp_path / "list.yaml").write_text("- a\n")
+    for name in ("no.yaml", "list.yaml"):
+        done = subprocess.run([sys.executable, str(ROOT / "scripts/serve.py"), "--config", str(tmp_path / name), "--role", "plain", "--log", str(tmp_path / "log")],
+                              text=True, capture_output=True)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "not a readable run file" in done.stderr
+
+
+@pytest.mark.parametrize("script, env, text", [
+    ("quickstart.sh --python /no/python", {}, "quickstart: /no/python: no Python with this project's packages"),
+    ("quickstart.sh --python {python} --config no.yaml", {}, "quickstart: no.yaml: no such run file"),
+    ("quickstart.sh --python {python} --config {folder}/run.yaml", {}, "quickstart: {folder}/run.yaml: generate.output-dir is missing"),
+    ("setup_venv.sh", {"PYTHON": "/no/python"}, "setup: no /no/python here"),
+])
+def test_shell_scripts_refuse_in_one_line(script, env, text, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"run_dir: {tmp_path}/run\ntarget: scripts/tiny_kimi\nextract: {{output-dir: x}}\n")
+    fill = {"python": sys.executable, "folder": tmp_path}
+    done = subprocess.run(["bash", *f"{ROOT}/scripts/{script}".format(**fill).split()], env={**os.environ, **env}, text=True, capture_output=True)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and done.stderr.startswith(text.format(**fill)), done.stderr
+    assert not (tmp_path / "run").exists()
