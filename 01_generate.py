@@ -42,10 +42,9 @@ import sys
 import time
 import unicodedata
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Iterator
-from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -193,6 +192,18 @@ PROBE_S = 2.0  # between two tries at a server that cannot be reached
 TOOL_NAMES = ("section_begin", "section_end", "call_begin", "argument_begin", "call_end")
 
 
+def json_object(text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    if taken := value.keys() & {"max_tokens", "max_completion_tokens", "max_new_tokens", "n", "stream"}:
+        raise argparse.ArgumentTypeError(f"{sorted(taken)} would break the budgets or the reading of answers")
+    return value
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -212,7 +223,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", metavar="NAME", help="model name to ask for; with SGLang it must be the served name")
     add("--api-key-env", metavar="VAR", help="environment variable that holds the key")
     add("--provider", action="append", default=[], metavar="NAME", help="openrouter: only these providers, in this order")
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="fields for the request body (sglang: for sampling_params)")
+    add("--extra-body", type=json_object, default={}, metavar="JSON", help="fields for the request body (sglang: for sampling_params)")
     add("--tokenizer", required=True, type=Path, metavar="DIR", help="the target's folder")
     add("--trust-remote-code", action="store_true", help="run the tokenizer code that lies in that folder (Kimi-K2.5 needs it)")
     add("--output-dir", required=True, type=Path)
@@ -244,6 +255,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def printable(text: object) -> str:
+    """One line that any file takes: a server's message may hold half a surrogate pair."""
+    return " ".join(f"{text}".split())[:200].encode(errors="replace").decode()
+
+
 class Drop(Exception):
     """This sample cannot be used; str() is the reason, a fixed word for counting. `usage`: what it cost all the same."""
 
@@ -257,7 +273,7 @@ class Retry(Exception):
 
     def __init__(self, kind: str, detail: object = "", after: float | None = None, blame: bool = True, billed: bool = False):
         super().__init__(kind)
-        self.detail, self.after, self.blame, self.billed = " ".join(f"{detail}".split())[:200], after, blame, billed
+        self.detail, self.after, self.blame, self.billed = printable(detail), after, blame, billed
 
 
 class Halt(Exception):
@@ -290,8 +306,11 @@ class Source:
             return json.loads(file.readline())
 
 
-def open_jsonl(spec: str) -> Source:
-    """Offsets and hash of a JSONL file in one pass; every line is parsed, so that nothing is paid before a bad one is found."""
+def open_jsonl(spec: str, seen: set[str]) -> Source:
+    """Offsets and hash of a JSONL file in one pass; every line is parsed, so that nothing is paid before a bad one is found.
+
+    seen: ids of all sources so far. Raises UserError.
+    """
     name, options = split_spec(spec)
     path, offsets, digest, offset = Path(name), array.array("q"), hashlib.sha256(), 0
     try:
@@ -302,17 +321,20 @@ def open_jsonl(spec: str) -> Source:
                     if not isinstance(row, dict):
                         raise ValueError("not an object")
                     columns(row, options)
+                    claim(seen, prompt_id(path.stem, len(offsets), row.get(options.get("id", "id"))))
                     offsets.append(offset)
                 digest.update(line)
                 offset += len(line)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}. Name an existing JSONL file with --prompts.") from None
-    except (ValueError, UserError) as error:
+    except ValueError as error:
         raise UserError(f"{path}:{number}: not a prompt row: {error}") from None
+    except UserError as error:
+        raise UserError(f"{path}:{number}: {error}") from None
     return Source(path.stem, path, offsets, options, digest.hexdigest())
 
 
-def open_dataset(spec: str) -> Source:
+def open_dataset(spec: str, seen: set[str]) -> Source:
     """A data set on disk (save_to_disk, json, jsonl, parquet, csv, or a folder of those) or on the hub. Raises UserError."""
     import datasets  # slow to import, and most runs have a JSONL
     datasets.disable_progress_bars()
@@ -324,13 +346,32 @@ def open_dataset(spec: str) -> Source:
             data = datasets.load_from_disk(name)
             data = data[split] if isinstance(data, datasets.DatasetDict) else data
         elif path.is_file() and path.suffix in kinds:
-            data = datasets.load_dataset(kinds[path.suffix], data_files=name, split="train")
+            data = datasets.load_dataset(kinds[path.suffix], data_files=name, split=split)
         else:
             data = datasets.load_dataset(name, options.get("config"), split=split, revision=options.get("revision"))
     except Exception as error:  # the library raises dozens of types here; every one means: this name cannot be read
         raise UserError(f"--dataset {spec}: {' '.join(str(error).split())[:300]}. Check name, split and network.") from None
-    columns(dict.fromkeys(data.column_names, ""), options)
-    return Source(re.sub(r"[^A-Za-z0-9._-]+", "_", path.stem if path.exists() else name), None, data, options, data._fingerprint)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", path.stem if path.exists() else name)
+    try:
+        columns(dict.fromkeys(data.column_names, ""), options)
+        ids = data[options.get("id", "id")] if options.get("id", "id") in data.column_names else [None] * len(data)
+        for number, given in enumerate(ids):
+            claim(seen, prompt_id(name, number, given))
+    except UserError as error:
+        raise UserError(f"--dataset {spec}: {error}") from None
+    # the library's fingerprint of a file changes with its modification time
+    digest = f"{sha256_file(path)} {split}" if path.is_file() else data._fingerprint
+    return Source(name, None, data, options, digest)
+
+
+def prompt_id(source: str, number: int, given: object) -> str:
+    return safe_id(f"{source}-{number}" if given is None else str(given))
+
+
+def claim(seen: set[str], name: str) -> None:
+    if name in seen:
+        raise UserError(f"the id {name} appears twice. Make ids unique, leave them out, or map another column with ,id=COLUMN.")
+    seen.add(name)
 
 
 def split_spec(spec: str) -> tuple[str, dict]:
@@ -340,15 +381,20 @@ def split_spec(spec: str) -> tuple[str, dict]:
     if unknown:
         raise UserError(f"{spec}: unknown key {sorted(unknown)}. "
                         "Known: split, config, revision, weight, id, messages, prompt, system, tools.")
+    try:
+        if "weight" in options and not 0 < float(options["weight"]) < float("inf"):
+            raise ValueError
+    except ValueError:
+        raise UserError(f"{spec}: the weight must be a number above 0.") from None
     return name, options
 
 
 def columns(row: dict, options: dict) -> tuple[str, str]:
-    """(kind, column) of the prompt in a row: kind "messages" or "prompt". Raises UserError when there is none."""
-    for kind, usual in (("messages", ("messages", "conversations", "conversation")), ("prompt", ("prompt", "question", "instruction"))):
-        if kind in options:
-            usual = (options[kind],)
-        for column in usual:
+    """(kind, column) of the prompt in a row: kind "messages" or "prompt"; a mapped column wins. Raises UserError when there is none."""
+    wanted = {kind: (options[kind],) for kind in ("messages", "prompt") if kind in options} or {
+        "messages": ("messages", "conversations", "conversation"), "prompt": ("prompt", "question", "instruction")}
+    for kind, names in wanted.items():
+        for column in names:
             if column in row:
                 return kind, column
     raise UserError(f"no prompt among the columns {sorted(row)}. Map one with ,messages=COLUMN or ,prompt=COLUMN.")
@@ -438,10 +484,10 @@ def plan_turns(messages: list[dict]) -> list[tuple[list[dict], dict | None]]:
     return turns
 
 
-def fingerprint(messages: list[dict]) -> int:
-    """64 bits that are equal for prompts equal but for case, Unicode width and white space (assistant turns left out)."""
+def fingerprint(messages: list[dict], tools: list | None) -> int:
+    """64 bits that are equal for prompts with equal tools, equal but for case, Unicode width and white space (assistant turns left out)."""
     text = "\n".join(f"{m['role']}\n{m.get('content')}" for m in messages if m["role"] != "assistant")
-    text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    text = " ".join(unicodedata.normalize("NFKC", text).casefold().split()) + (json.dumps(tools) if tools else "")
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
@@ -461,36 +507,33 @@ class Prompt:
     tools: list | None
 
 
-def read_prompts(sources: list[Source], args, unpaid: dict) -> Iterator[Prompt]:
-    """The prompts of the mix one by one; a drop row for what cannot be asked goes into `unpaid`. Raises UserError."""
-    seen_ids, seen_prompts, count = set(), set(), 0
-    weights = [float(source.options["weight"]) if "weight" in source.options else None for source in sources]
-    for which, number in mix([len(source) for source in sources], weights, args.seed, args.shuffle):
+def source_weights(sources: list[Source]) -> list[float | None]:
+    return [float(source.options["weight"]) if "weight" in source.options else None for source in sources]
+
+
+def read_prompts(sources: list[Source], args) -> Iterator[Prompt | dict]:
+    """The prompts of the mix one by one; for one that cannot be asked its drop row, which does not count towards --limit."""
+    seen, count = set(), 0
+    for which, number in mix([len(source) for source in sources], source_weights(sources), args.seed, args.shuffle):
         if count == args.limit:
             return
         source = sources[which]
         row = source[number]
-        prompt_id = row.get(source.options.get("id", "id"))
-        prompt_id = safe_id(f"{source.name}-{number}" if prompt_id is None else str(prompt_id))
-        if prompt_id in seen_ids:
-            raise UserError(f"{source.path or source.name}: row {number}: the id {prompt_id} appears twice. "
-                            "Make ids unique, or leave them out.")
-        seen_ids.add(prompt_id)
+        name = prompt_id(source.name, number, row.get(source.options.get("id", "id")))
         try:
             try:
                 messages, tools = as_messages(row, source.options, args.system)
             except (TypeError, AttributeError, KeyError, ValueError) as error:  # fields of types nobody expects
                 raise Drop("bad_prompt", repr(error)) from None
-            key = fingerprint(messages)
-            if args.dedup and key in seen_prompts:
+            key = fingerprint(messages, tools)
+            if args.dedup and key in seen:
                 raise Drop("duplicate")
-            seen_prompts.add(key)
-            turns = plan_turns(messages)
+            seen.add(key)
         except Drop as drop:
-            unpaid[f"{prompt_id}-t0"] = drop_row(f"{prompt_id}-t0", str(drop), drop.detail)
+            yield drop_row(f"{name}-t0", str(drop), drop.detail)
             continue
         count += 1
-        yield Prompt(prompt_id, source.name, turns, tools)
+        yield Prompt(name, source.name, plan_turns(messages), tools)
 
 
 # ---- the target's tokens
@@ -504,8 +547,6 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool):
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder. Name the target's folder with --tokenizer.")
     from transformers import AutoTokenizer  # imports torch: after the flags were checked
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -516,12 +557,12 @@ def load_tokenizer(folder: Path, trust_remote_code: bool):
 
 def reasoning_of(message: dict) -> str | None:
     """Reasoning of an API message in whichever of the three fields it came. Raises Drop when only a summary or a cipher came."""
+    details = message.get("reasoning_details") or []  # looked at first: a summary stands in `reasoning` too
+    if any(part.get("type") != "reasoning.text" for part in details):
+        raise Drop("reasoning_encrypted" if any(part.get("type") == "reasoning.encrypted" for part in details) else "reasoning_summary")
     for key in ("reasoning_content", "reasoning"):
         if isinstance(message.get(key), str):
             return message[key]
-    details = message.get("reasoning_details") or []
-    if any(part.get("type") != "reasoning.text" for part in details):
-        raise Drop("reasoning_encrypted" if any(part.get("type") == "reasoning.encrypted" for part in details) else "reasoning_summary")
     return "".join(part.get("text") or "" for part in details) if details else None
 
 
@@ -658,7 +699,7 @@ class Tokens:
     def answer_ids(self, answer: Answer, prompt_ids: list[int], n_calls_before: int) -> list[int]:
         """Ids of an answer given as text: reasoning + </think> + content + tool section + stop. Strips nothing. Raises Drop.
 
-        The stop token only after finish stop or tool_calls; an answer cut inside its reasoning has no </think> either.
+        The stop token only after finish stop or tool_calls; a cut answer ends neither reasoning that nothing follows nor its last call.
         """
         ids, cut = [], answer.finish not in ("stop", "tool_calls")
         if self.open_think(prompt_ids):
@@ -682,14 +723,17 @@ class Tokens:
                 ids += [self.tool["call_begin"], *self.encode(call["id"]), self.tool["argument_begin"],
                         *self.encode(arguments), self.tool["call_end"]]
             ids.append(self.tool["section_end"])
+            if cut:  # somewhere in the last call: its end was not emitted
+                return ids[:-2]
         return ids if cut else [*ids, self.stop]
 
 
 def settle_ids(answer: Answer, prompt_ids: list[int], tokens: Tokens, n_calls_before: int, on_mismatch: str) -> tuple[list[int], str]:
     """(response_ids, ids_source) by the rule in this file's docstring; flags go to answer.flags. Raises Drop."""
     if answer.ids is not None:
+        text = replace(answer, tool_calls=[dict(call) for call in answer.tool_calls], flags=[])  # what is emitted stays as it is
         try:
-            if tokens.answer_ids(answer, prompt_ids, n_calls_before) != answer.ids:
+            if tokens.answer_ids(text, prompt_ids, n_calls_before) != answer.ids:
                 answer.flags.append("rebuild_differs")  # how far a text API could be trusted with this target
         except Drop:
             answer.flags.append("rebuild_differs")
@@ -734,7 +778,7 @@ def refuse(status: int, message: str, headers, key_env: str | None):
         raise UserError(f"the server knows no such route or model (404: {message}). Check --base-url, --api and --model.")
     if status in BUSY:
         raise Retry(f"http_{status}", message, retry_after(headers), blame=False)
-    if status >= 500:
+    if status >= 500 or status == 403:  # 403: a sample that moderation refuses, or, at OpenRouter, a key whose limit is reached
         raise Retry(f"http_{status}", message, retry_after(headers))
     raise Drop(f"http_{status}", message)
 
@@ -745,7 +789,8 @@ class Server:
     CONNECTIONS = 8
 
     def __init__(self, url: str, key: str | None, concurrency: int, timeout: float, tls: ssl.SSLContext):
-        self.url, self.timeout, self.in_flight, self.down_until, self.down = url, timeout, 0, 0.0, False
+        self.url, self.timeout, self.in_flight, self.failures = url, timeout, 0, 0  # failures: since its last answer
+        self.down, self.down_until = False, 0.0
         timeouts = httpx.Timeout(timeout, connect=20)
         self.clients = [openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=timeouts,
                                            http_client=httpx.AsyncClient(verify=tls, timeout=timeouts))
@@ -766,7 +811,7 @@ class Server:
             detail = error.body if isinstance(error.body, dict) else {}
             detail = detail.get("error", detail)
             message = detail.get("message") if isinstance(detail, dict) else detail
-            refuse(error.status_code, " ".join(str(message or error.response.text).split())[:200], error.response.headers, key_env)
+            refuse(error.status_code, printable(message or error.response.text), error.response.headers, key_env)
         except openai.APITimeoutError as error:
             sent = not isinstance(error.__cause__, (httpx.ConnectTimeout, httpx.PoolTimeout))
             raise Retry("timeout" if sent else "unreachable", repr(error.__cause__), blame=sent, billed=sent) from None
@@ -784,7 +829,7 @@ class Server:
             error = error if isinstance(error, dict) else {"message": error}
             code = error.get("code")
             code = int(code) if str(code).isdigit() else 500
-            refuse(code, " ".join(str(error.get("message")).split())[:200], response.headers, key_env)
+            refuse(code, printable(error.get("message")), response.headers, key_env)
         return answer
 
 
@@ -829,6 +874,15 @@ def read_native(body: dict, prompt_ids: list[int], tokens: Tokens) -> Answer:
     return Answer(content, reasoning, calls, reason, usage, ids, provider="sglang", flags=flags)
 
 
+def text_calls(calls: list) -> list[dict]:
+    """Tool calls with the fields that every row has, arguments as JSON text. Raises TypeError, KeyError, AttributeError."""
+    calls = [{"id": str(call.get("id") or ""), "type": "function", "function": {
+        "name": call["function"]["name"], "arguments": call["function"].get("arguments") or "{}"}} for call in calls]
+    if not all(isinstance(text, str) for call in calls for text in call["function"].values()):
+        raise TypeError("a call's name or arguments are no text")
+    return calls
+
+
 def read_chat(body: dict, api: str) -> Answer:
     """Answer from /chat/completions, whatever of it came. Raises Retry, Drop."""
     usage = body.get("usage") if isinstance(body.get("usage"), dict) else {}
@@ -845,11 +899,9 @@ def read_chat(body: dict, api: str) -> Answer:
             content = "".join(part.get("text") or "" for part in content)
         if not content and not calls and not (reasoning and finish == "length"):
             raise Drop("empty")  # reasoning alone is kept only where the limit cut it
-        calls = [{"id": str(call.get("id") or ""), "type": "function", "function": {
-            "name": call["function"]["name"], "arguments": call["function"].get("arguments") or "{}"}} for call in calls]
-        for text in (content, *(part for call in calls for part in call["function"].values())):
-            if not isinstance(text, str):
-                raise TypeError(f"text is {type(text).__name__}")
+        calls = text_calls(calls)
+        if not isinstance(content, str) or not isinstance(finish, str):
+            raise TypeError(f"content is {type(content).__name__}, finish_reason {type(finish).__name__}")
     except Drop as drop:
         raise Drop(str(drop), drop.detail, usage) from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -871,11 +923,7 @@ class Store:
         self.prices = prices or (0.0, 0.0)  # $ per million tokens of prompt and answer, where usage does not tell the cost
         self.folder, self.done, self.dropped, self.tokens, self.usd, self.kinds = folder, {}, {}, 0, 0.0, set()
         self.pending, self.wake = [], asyncio.Event()
-        ready = folder / "sorted.ready"  # finish() got as far as a complete sorted copy: put it in place
-        for path in sorted(ready.glob("part-*.jsonl")):
-            os.replace(path, folder / path.name)
-        if ready.exists():
-            ready.rmdir()
+        place_sorted(folder)
         self.part, self.rows_in_part = 0, 0
         for self.part, path in enumerate(parts(folder)):
             if path.name != part_name(self.part):
@@ -924,9 +972,8 @@ class Store:
             try:
                 await asyncio.to_thread(self.commit, batch)
             except OSError as error:
-                why = f"{self.folder}: cannot write ({error.strerror}). Make room; the same command goes on."
                 for *_, written in batch:
-                    written.set_exception(Halt(why, code=1))
+                    written.set_exception(Halt(cannot_write(self.folder, error), code=1))
                 continue
             for row, _, written in batch:
                 self.charge(row)
@@ -958,12 +1005,54 @@ class Store:
                 sync_folder(self.folder)
 
 
+def cannot_write(folder: Path, error: OSError) -> str:
+    return f"{folder}: cannot write ({error.strerror}). Make room; the same command goes on."
+
+
 def part_name(number: int) -> str:
     return f"part-{number:05d}.jsonl"
 
 
 def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("part-*.jsonl"))
+
+
+def sort_rows(folder: Path, places: list[int]) -> dict[str, str]:
+    """{part: sha256} of the folder's rows, written anew in the order of their places. A kill leaves the old order or the new one."""
+    temporary, files = folder / "sorted", {}
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    handles = [open(path, "rb") for path in parts(folder)]
+    for start in range(0, len(places), ROWS_PER_PART):
+        path = temporary / part_name(start // ROWS_PER_PART)
+        with open(path, "wb") as out:
+            for place in places[start:start + ROWS_PER_PART]:
+                handle = handles[place >> 48]
+                handle.seek(place & (1 << 48) - 1)
+                out.write(handle.readline())
+            out.flush()
+            os.fsync(out.fileno())
+        files[path.name] = sha256_file(path)
+    for handle in handles:
+        handle.close()
+    sync_folder(temporary)
+    os.rename(temporary, folder / "sorted.ready")
+    place_sorted(folder)
+    return files
+
+
+def place_sorted(folder: Path) -> None:
+    """Put a complete sorted copy, which finish() made, in place of the parts. Goes on where a kill stopped it."""
+    ready = folder / "sorted.ready"
+    names = [path.name for path in parts(ready)]
+    for path in parts(folder) if names else ():
+        if path.name > names[-1]:  # rows were fewer than their parts could hold: all of them are in the copy
+            path.unlink()
+    for name in names:
+        os.replace(ready / name, folder / name)
+    if ready.exists():
+        ready.rmdir()
+        sync_folder(folder)
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict]]:
@@ -995,7 +1084,7 @@ class Budget:
 
     def __init__(self, args, store: Store):
         self.store, self.max_tokens, self.prices, self.in_flight = store, args.max_tokens, args.usd_per_mtok, 0
-        self.limits = (args.max_tokens_total or float("inf"), args.max_cost_usd or float("inf"))
+        self.limits = [float("inf") if limit is None else limit for limit in (args.max_tokens_total, args.max_cost_usd)]
         self.file = os.open(store.folder / ".unsettled", os.O_RDWR | os.O_CREAT, 0o644)
         self.lost = list(struct.unpack("<2d", os.pread(self.file, 16, 0) or bytes(16)))
         self.reserved, self.rate, self.changed = [0.0, 0.0], None, asyncio.Condition()
@@ -1041,7 +1130,7 @@ class Budget:
                 self.lost = [a + b for a, b in zip(self.lost, need)]
             elif untold:
                 self.lost[1] += need[1]
-            if usage.get("cost") and usage.get("completion_tokens"):
+            if "cost" in usage and usage.get("completion_tokens"):
                 self.rate = max(self.rate or 0.0, usage["cost"] / usage["completion_tokens"])
             self.save()
             self.changed.notify_all()
@@ -1056,13 +1145,22 @@ class Run:
     the end, so a resumed run tries them again; answers and drops that were paid for are on the disk at once.
     """
 
-    def __init__(self, args, api: str, servers: list[Server], tokens: Tokens, store: Store, prompts: Iterator[Prompt], total: int,
-                 unpaid: dict):
-        self.args, self.api, self.servers, self.tokens, self.store = args, api, servers, tokens, store
-        self.prompts, self.total, self.unpaid, self.budget = prompts, total, unpaid, Budget(args, store)
+    def __init__(self, args, key: str | None, api: str, urls: list[str], tokens: Tokens, store: Store, sources: list[Source]):
+        self.args, self.api, self.tokens, self.store, self.unpaid, self.budget = args, api, tokens, store, {}, Budget(args, store)
+        tls = ssl.create_default_context()  # one for all clients
+        self.servers = [Server(url, key, args.concurrency, args.timeout_s, tls) for url in urls]
+        self.prompts = read_prompts(sources, args)
+        self.n_rows = sum(1 for _ in mix([len(source) for source in sources], source_weights(sources), args.seed, shuffle=False))
         self.halt, self.failed, self.errors = None, Counter(), Counter()  # failed: kinds of error that samples were given up for
-        self.n_prompts = self.n_old = self.n_answers = self.n_tokens = self.n_refused = 0  # n_old: prompts that an earlier session finished
+        self.n_prompts = self.n_skipped = self.n_answers = self.n_tokens = self.n_refused = 0  # n_skipped: rows that cannot be asked
+        self.n_old = 0  # prompts that an earlier session finished
         self.started, self.failing_since, self.checked, self.checking = time.monotonic(), None, set(), asyncio.Lock()
+
+    @property
+    def total(self) -> int:
+        """Prompts to answer, as far as is known: rows further on may turn out to be duplicates."""
+        left = self.n_rows - self.n_skipped
+        return left if self.args.limit is None else min(left, self.args.limit)
 
     async def work(self):
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -1085,10 +1183,14 @@ class Run:
     async def worker(self):
         try:
             for prompt in self.prompts:
-                await self.converse(prompt)
-                if self.halt:
-                    return
-                self.n_prompts += 1
+                if isinstance(prompt, dict):
+                    self.unpaid[prompt["id"]] = prompt
+                    self.n_skipped += 1
+                else:
+                    await self.converse(prompt)
+                    if self.halt:
+                        return
+                    self.n_prompts += 1
                 await asyncio.sleep(0)  # thousands of prompts that are done already must not keep the log from ticking
         except (Halt, UserError) as error:  # the other workers finish what is in flight and paid for
             self.halt = self.halt or error
@@ -1127,7 +1229,7 @@ class Run:
             messages = messages + [{"role": "assistant", "content": row["content"]}]
             messages[-1] |= {"reasoning_content": row["reasoning"]} if row["reasoning"] else {}
             messages[-1] |= {"tool_calls": row["tool_calls"]} if row["tool_calls"] else {}
-            if row["finish_reason"] != "stop":
+            if row["tool_calls"] or row["finish_reason"] != "stop":  # some APIs end calls with "stop"
                 ended = "after_tool_call" if row["tool_calls"] else "after_cut_turn"
 
     async def turn(self, row_id: str, prompt: Prompt, messages: list[dict], given: dict | None,
@@ -1164,10 +1266,22 @@ class Run:
         kind = bool(tools), *sorted({(m["role"], "tool_calls" in m, "reasoning_content" in m, isinstance(m.get("content"), list))
                                      for m in messages})
         if kind not in self.checked:
+            failures = 0
             async with self.checking:
-                if kind not in self.checked and (server := await self.pick(retry=True)):
-                    await check_template(server, self.args, self.tokens, messages, tools)
-                    self.checked.add(kind)
+                while kind not in self.checked and (server := await self.pick(retry=True)):
+                    try:
+                        await check_template(server, self.args, self.tokens, messages, tools)
+                        self.checked.add(kind)
+                    except Drop as drop:  # the next prompt of this kind is tried
+                        log(f"template not compared with the chat route of {server.url}: {drop} {drop.detail}")
+                        return
+                    except Retry as retry:
+                        self.note_failure(server, retry)
+                        failures += retry.blame
+                        if failures >= self.args.max_attempts:
+                            raise UserError(f"{server.url}: the chat route cannot be compared with the template ({retry}: {retry.detail}). "
+                                            "Mend the server, or pass --no-check-template.") from None
+                        await self.sleep(self.args.backoff_s)
 
     async def ask(self, row_id: str, prompt_ids: list[int], messages: list[dict],
                   tools: list | None) -> tuple[Answer | Drop | None, tuple | None]:
@@ -1188,7 +1302,7 @@ class Run:
                 if str(drop).startswith("http_"):  # refused: nothing was paid
                     await self.budget.settle(need)
                     need, self.n_refused = None, self.n_refused + 1
-                    if self.n_refused >= 20 and not self.n_answers:
+                    if self.n_refused >= 20 and not self.n_answers and not self.store.done:
                         raise UserError(f"{server.url} refuses every request ({drop}: {drop.detail}). "
                                         "Check --model, --max-tokens and --api.") from None
             except Retry as retry:
@@ -1196,8 +1310,9 @@ class Run:
                 attempts, blamed = attempts + 1, blamed + retry.blame
                 pause = min(60.0, self.args.backoff_s * 2 ** (attempts - 1)) * random.uniform(0.5, 1.0)
                 if retry.after is not None:
-                    pause = retry.after * random.uniform(1.0, 1.1)
                     server.down_until = max(server.down_until, time.monotonic() + retry.after)
+                    if all(other.down or other.down_until > time.monotonic() for other in self.servers):
+                        pause = retry.after * random.uniform(1.0, 1.1)
                 self.note_failure(server, retry)
                 if blamed >= self.args.max_attempts:
                     self.failed[str(retry)] += 1
@@ -1209,7 +1324,7 @@ class Run:
             except BaseException:
                 await self.budget.settle(need)
                 raise
-            self.failing_since = None
+            self.failing_since, server.failures = None, 0
             if server.down:
                 server.down = False
                 log(f"{server.url} answers again")
@@ -1219,12 +1334,15 @@ class Run:
         """Count it, keep away from a server that cannot be reached, end the run after --outage-s without any success."""
         kind, now = str(error), time.monotonic()
         if kind not in self.errors:
-            log(f"first {kind} from {server.url}: {error.detail}")
+            log(f"first {kind} from {server.url}: {error.detail}" + (f" (asks to wait {error.after:.0f} s)" if error.after else ""))
         self.errors[kind] += 1
-        if kind == "unreachable":
+        server.failures += 1
+        # one that answers only errors has nothing in flight, so it would draw every request
+        broken = server.failures >= 3 and any(not other.down for other in self.servers if other is not server)
+        if kind == "unreachable" or broken:
             if not server.down:
-                log(f"{server.url} cannot be reached; trying on")
-            server.down, server.down_until = True, now + PROBE_S
+                log(f"{server.url} {'cannot be reached' if kind == 'unreachable' else f'gives only errors ({kind})'}; trying on")
+            server.down, server.down_until = True, max(server.down_until, now + PROBE_S)
         self.failing_since = self.failing_since or now
         if now - self.failing_since > self.args.outage_s:
             raise UserError(f"{', '.join(server.url for server in self.servers)}: no answer for {self.args.outage_s:.0f} s (last: {kind}). "
@@ -1238,14 +1356,16 @@ class Run:
     async def pick(self, retry: bool) -> Server | None:
         """The least busy healthy server; waits for one. None: the run was halted.
 
-        A server that could not be reached gets one request every PROBE_S, and no second attempt of a sample while another one is healthy.
+        A server that is down (not reached, or errors only) gets one request every PROBE_S, and no second attempt of a sample while another
+        one answers.
         """
         while not self.halt:
             now = time.monotonic()
             able = [server for server in self.servers if server.down_until <= now and server.free]
             healthy = [server for server in able if not server.down]
+            answering = any(not server.failures for server in healthy)
             for server in able:
-                if server.down and not (retry and healthy):
+                if server.down and not (retry and answering):
                     server.down_until = now + PROBE_S
                     return server
             if healthy:
@@ -1265,16 +1385,18 @@ class Run:
 
     def progress(self):
         took = time.monotonic() - self.started
-        left = int((self.total - self.n_prompts) * took / max(1, self.n_prompts - self.n_old))
+        new = self.n_prompts - self.n_old
+        left = int((self.total - self.n_prompts) * took / new) if new else 0
+        eta = f"{left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s" if new or self.n_prompts == self.total else "unknown"
         tokens, usd = self.budget.spent()
         errors = ", ".join(f"{kind} {n}" for kind, n in self.errors.most_common()) or "none"
         log(f"{self.n_prompts}/{self.total} prompts | {self.n_answers / took:.1f} answers/s | {self.n_tokens / took:,.0f} tok/s | "
             f"in flight {self.budget.in_flight} | dropped {len(self.store.dropped.keys() | self.unpaid.keys())} | errors {errors} | "
-            f"{tokens:,.0f} tokens in all | ${usd:.4f} | eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s")
+            f"{tokens:,.0f} tokens in all | ${usd:.4f} | eta {eta}")
 
 
 def drop_row(row_id: str, reason: str, detail: str = "", usage: dict | None = None) -> dict:
-    return {"id": row_id, "reason": reason, "detail": detail[:300], "usage": usage}
+    return {"id": row_id, "reason": reason, "detail": printable(detail), "usage": usage}
 
 
 def given_answer(message: dict | None) -> Answer:
@@ -1283,7 +1405,10 @@ def given_answer(message: dict | None) -> Answer:
         raise Drop("no_answer_given")
     content = message.get("content") or ""
     content = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    calls = message.get("tool_calls") or []
+    try:
+        calls = text_calls(message.get("tool_calls") or [])
+    except (TypeError, KeyError, AttributeError) as error:
+        raise Drop("bad_prompt", repr(error)) from None
     if not content and not calls:
         raise Drop("empty")
     return Answer(content, message.get("reasoning_content"), calls, "tool_calls" if calls else "stop", None, provider="given")
@@ -1300,14 +1425,20 @@ async def discover(args, key: str | None) -> tuple[str, str | None, list[str]]:
         raise UserError("no server: name at least one --base-url.")
     api, found, down = args.api, {}, {}  # url -> /server_info of an SGLang, or {}; url -> error
     for url in args.base_url:
-        host = urlsplit(url).hostname
-        if urlsplit(url).scheme not in ("http", "https") or not host:
+        try:
+            host, scheme = httpx.URL(url).host, httpx.URL(url).scheme
+        except httpx.InvalidURL:
+            host = scheme = None
+        if scheme not in ("http", "https") or not host:
             raise UserError(f"--base-url {url}: not an http(s) URL.")
         if api == "auto":
             api = next((name for name in ("openrouter", "moonshot") if name in host), "auto")
         try:
             async with httpx.AsyncClient(timeout=20, headers={"Authorization": f"Bearer {key}"} if key else {}) as client:
                 response = await client.get(url.rstrip("/").removesuffix("/v1") + "/server_info" if api in ("auto", "sglang") else url)
+            if response.status_code >= 500 and api in ("auto", "sglang"):  # a gateway whose SGLang is not up yet is no text API
+                down[url] = f"HTTP {response.status_code}"
+                continue
             info = response.json() if response.status_code == 200 and api in ("auto", "sglang") else {}
         except httpx.TransportError as error:
             down[url] = type(error).__name__
@@ -1316,7 +1447,8 @@ async def discover(args, key: str | None) -> tuple[str, str | None, list[str]]:
             info = {}
         found[url] = info if isinstance(info, dict) and {"version", "served_model_name"} <= set(info) else {}
     if not found:
-        raise UserError(f"no server answers: {', '.join(f'{url} ({error})' for url, error in down.items())}. Start it or check --base-url.")
+        raise UserError(f"no server answers: {', '.join(f'{url} ({error})' for url, error in down.items())}. "
+                        "Start it or check --base-url and --api.")
     if down:
         log(f"not up yet, will be tried: {', '.join(down)}")
     served = {(info.get("version"), info.get("served_model_name")) for info in found.values()}
@@ -1333,21 +1465,20 @@ async def discover(args, key: str | None) -> tuple[str, str | None, list[str]]:
         raise UserError("--model is needed: this API serves several models.")
     if api == "sglang":
         return api, version, [url.rstrip("/").removesuffix("/v1") for url in args.base_url]
-    return api, version, [url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1" for url in args.base_url]
+    return api, version, [url if httpx.URL(url).path.strip("/") else f"{url.rstrip('/')}/v1" for url in args.base_url]
 
 
 async def check_template(server: Server, args, tokens: Tokens, messages: list[dict], tools: list | None):
     """SGLang's chat route must read this prompt as the ids we send. It returns them from 0.5.15 on; before, their number has to do.
-    Settles tokens.tool_form by trying. Raises UserError."""
+    Settles tokens.tool_form by trying. Raises UserError, Drop, Retry."""
     mode = args.thinking == "on"
     body = {"model": args.model, "messages": messages, "max_tokens": 1, "temperature": 0, "return_prompt_token_ids": True,
             "chat_template_kwargs": {"thinking": mode, "enable_thinking": mode}, **({"tools": tools} if tools else {})}
+    answer = await server.post("/v1/chat/completions", body, args.api_key_env)
     try:
-        answer = await server.post("/v1/chat/completions", body, args.api_key_env)
         theirs, count = answer["choices"][0].get("prompt_token_ids"), answer["usage"]["prompt_tokens"]
-    except (Drop, Retry, KeyError) as error:
-        log(f"template not compared with the server's chat route: {error!r} {getattr(error, 'detail', '')}".rstrip())
-        return
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise Retry("bad_answer", repr(error)) from None
     what = "+".join(dict.fromkeys(message["role"] for message in messages)) + (" with tools" if tools else "")
     for form in (tokens.tool_form, *TOOL_FORMS):
         tokens.tool_form = form
@@ -1365,72 +1496,59 @@ async def check_template(server: Server, args, tokens: Tokens, messages: list[di
 def finish(folder: Path, dropped: dict[str, dict], head: dict, cost: dict):
     """Sort all rows by id, so that order of completion leaves no trace; then dropped.jsonl, report.json and, last, manifest.json."""
     ids, places, prompt_lens, response_lens = [], array.array("q"), array.array("i"), array.array("i")
-    finishes, flags, sources, ids_sources = Counter(), Counter(), Counter(), Counter()
+    seen = {name: Counter() for name in ("finish_reasons", "flags", "sources", "ids_source")}
     for number, path in enumerate(parts(folder)):
         for offset, row in rows(path):
             ids.append(row["id"])
             places.append(number << 48 | offset)
             prompt_lens.append(len(row["prompt_ids"]))
             response_lens.append(len(row["response_ids"]))
-            finishes[row["finish_reason"]] += 1
-            flags.update(row["flags"])
-            sources[row["source"]] += 1
-            ids_sources[row["ids_source"]] += 1
+            seen["finish_reasons"][row["finish_reason"]] += 1
+            seen["flags"].update(row["flags"])
+            seen["sources"][row["source"]] += 1
+            seen["ids_source"][row["ids_source"]] += 1
     reasons = Counter(row["reason"] for row in dropped.values())
     if not ids:
         raise UserError(f"{folder}: not one answer was kept; dropped: {dict(reasons)}.")
-    order = sorted(range(len(ids)), key=ids.__getitem__)
     assert len(set(ids)) == len(ids), "an id was written twice"
-    temporary, ready, files = folder / "sorted", folder / "sorted.ready", {}
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    handles = [open(path, "rb") for path in parts(folder)]
-    for start in range(0, len(order), ROWS_PER_PART):
-        path = temporary / part_name(start // ROWS_PER_PART)
-        with open(path, "wb") as out:
-            for i in order[start:start + ROWS_PER_PART]:
-                handle = handles[places[i] >> 48]
-                handle.seek(places[i] & (1 << 48) - 1)
-                out.write(handle.readline())
-            out.flush()
-            os.fsync(out.fileno())
-        files[path.name] = sha256_file(path)
-    for handle in handles:
-        handle.close()
-    os.rename(temporary, ready)
-    for name in files:
-        os.replace(ready / name, folder / name)
-    ready.rmdir()
+    files = sort_rows(folder, [places[i] for i in sorted(range(len(ids)), key=ids.__getitem__)])
     write_atomic(folder / "dropped.jsonl", "".join(json.dumps(dropped[row_id], ensure_ascii=False) + "\n" for row_id in sorted(dropped)))
     lengths = {name: {f"p{q}": int(np.percentile(values, q)) for q in (1, 10, 50, 90, 99, 100)} | {"mean": round(float(np.mean(values)), 1)}
                for name, values in (("prompt", prompt_lens), ("response", response_lens)) if values}
     counts = {"kept": len(ids), "dropped": dict(sorted(reasons.items()))}
-    seen = {"finish_reasons": finishes, "flags": flags, "sources": sources, "ids_source": ids_sources}
     seen = {name: dict(sorted(counter.items())) for name, counter in seen.items()} | {
         "tokens": {"prompt": sum(prompt_lens), "response": sum(response_lens)}, "lengths": lengths}
     write_atomic(folder / "report.json", json.dumps({"counts": counts, **seen, "cost": cost}, indent=1) + "\n")
     write_atomic(folder / "manifest.json", json.dumps({**head, "counts": counts, **seen, "files": files}, indent=1) + "\n")
-    log(f"kept {len(ids):,} | dropped {sum(reasons.values()):,} {dict(reasons)} | finish {dict(finishes)} | flags {dict(flags)}")
+    log(f"kept {len(ids):,} | dropped {sum(reasons.values()):,} {dict(reasons)} "
+        f"| finish {seen['finish_reasons']} | flags {seen['flags']}")
     for name, values in lengths.items():
         log(f"{name} tokens: " + " | ".join(f"{key} {value:,}" for key, value in values.items()))
     log("cost: " + " | ".join(f"{key} {value}" for key, value in cost.items()))
-    if "server" in ids_sources:
-        same = ids_sources["server"] - flags["rebuild_differs"]
-        log(f"ids rebuilt from text would equal the engine's in {same:,} of {ids_sources['server']:,} rows "
-            f"({100 * same / ids_sources['server']:.2f} %)")
+    if n := seen["ids_source"].get("server"):
+        same = n - seen["flags"].get("rebuild_differs", 0)
+        log(f"ids rebuilt from text would equal the engine's in {same:,} of {n:,} rows ({100 * same / n:.2f} %)")
 
 
 def main(argv: list[str]) -> None:
     args = parse_args(build_parser(), "generate", argv)
-    for name in ("concurrency", "max_tokens", "max_attempts"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1.")
-    key = os.environ.get(args.api_key_env) if args.api_key_env else None
+    for name in ("concurrency", "max_tokens", "max_attempts", "limit", "max_tokens_total"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
+    for name in ("max_cost_usd", "timeout_s", "outage_s", "backoff_s", "log_interval"):
+        if (value := getattr(args, name)) is not None and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0.")
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: must not be negative.")
+    if not args.tokenizer.is_dir():
+        raise UserError(f"{args.tokenizer}: no such folder. Name the target's folder with --tokenizer.")
+    key = os.environ.get(args.api_key_env, "").strip() if args.api_key_env else None  # a file's \r is no part of a key
     if args.api_key_env and not key:
         raise UserError(f"--api-key-env {args.api_key_env}: this variable is empty. Export the key in it.")
 
     # 1. what to ask, and whether this folder began with the same wish
-    sources = [open_jsonl(spec) for spec in args.prompts] + [open_dataset(spec) for spec in args.dataset]
+    seen = set()
+    sources = [open_jsonl(spec, seen) for spec in args.prompts] + [open_dataset(spec, seen) for spec in args.dataset]
     if not sources:
         raise UserError("nothing to ask: name --prompts or --dataset.")
     inputs = {"tokenizer": tokenizer_hash(args.tokenizer)} | {
@@ -1438,18 +1556,25 @@ def main(argv: list[str]) -> None:
     config = {name: value for name, value in vars(args).items() if name not in UNASKED} | {
         "columns": [source.options for source in sources], "inputs": inputs}
     log("config " + json.dumps({**vars(args), "inputs": inputs}, default=str))
-    lock = open_stage(args.output_dir, config, set())
-    done_file = args.output_dir / "manifest.json"
-    if done_file.exists():
-        manifest = read_manifest(args.output_dir, STAGE)
-        if manifest["stopped"] is None and manifest["limit"] == args.limit:
-            log(f"complete already: {manifest['counts']}")
-            log(f"done: {args.output_dir}")
-            return
-        done_file.unlink()  # a larger --limit or budget: go on
+    with open_stage(args.output_dir, config, set()):
+        if (args.output_dir / "manifest.json").exists():
+            manifest = read_manifest(args.output_dir, STAGE)
+            if manifest["stopped"] is None and manifest["limit"] == args.limit:
+                log(f"complete already: {manifest['counts']}")
+                log(f"done: {args.output_dir}")
+                return
+        store = Store(args.output_dir, args.usd_per_mtok)
+        try:
+            answer_all(args, key, store, sources, config, inputs)
+        except UserError:
+            if not parts(args.output_dir) and not (args.output_dir / "dropped.jsonl").exists():
+                (args.output_dir / "stage.json").unlink()  # nothing was answered under this config: the mended one may begin here
+            raise
+    log(f"done: {args.output_dir}")
 
+
+def answer_all(args, key: str | None, store: Store, sources: list[Source], config: dict, inputs: dict) -> None:
     # 2. the target's tokens and the servers
-    store = Store(args.output_dir, args.usd_per_mtok)
     api, version, urls = asyncio.run(discover(args, key))
     if other := store.kinds - {("server", args.model) if api == "sglang" else ("rebuilt", None)}:
         raise UserError(f"{args.output_dir}: holds rows with (ids_source, model) {sorted(other, key=str)}, "
@@ -1461,10 +1586,10 @@ def main(argv: list[str]) -> None:
     log(f"versions {versions} | api {api} | model {args.model} | {len(store.done)} rows here already, {len(store.dropped)} dropped")
 
     # 3. ask
-    total = sum(map(len, sources))
-    total = total if args.limit is None else min(total, args.limit)
-    run = asyncio.run(session(args, key, api, urls, tokens, store, sources, total))
-    if run.halt is None and run.failed.total() > args.max_failed_share * total:
+    (args.output_dir / "manifest.json").unlink(missing_ok=True)  # of a smaller --limit or budget: this session goes on from it
+    run = Run(args, key, api, urls, tokens, store, sources)
+    asyncio.run(run.work())
+    if run.halt is None and run.failed.total() > args.max_failed_share * run.total:
         run.halt = Halt(run.failure_text(), code=1)
     if isinstance(run.halt, UserError):
         raise run.halt
@@ -1476,21 +1601,14 @@ def main(argv: list[str]) -> None:
     if run.halt is not None:
         log(f"stopped: {run.halt}. The folder is finished with what is there; a larger budget goes on from it.")
     tokens_spent, usd_spent = run.budget.spent()
-    finish(args.output_dir, store.dropped | run.unpaid,
-           {"schema": SCHEMA, "stage": STAGE, "config": config, "inputs": inputs, "versions": versions, "limit": args.limit,
-            "stopped": str(run.halt).split()[0] if run.halt else None},
-           {"usd": round(usd_spent, 6), "tokens": int(tokens_spent), "tokens of failed requests, at most": int(run.budget.lost[0])})
-    lock.close()
-    log(f"done: {args.output_dir}")
-
-
-async def session(args, key: str | None, api: str, urls: list[str], tokens: Tokens, store: Store, sources: list[Source], total: int) -> Run:
-    """One event loop's life."""
-    tls, unpaid = ssl.create_default_context(), {}
-    servers = [Server(url, key, args.concurrency, args.timeout_s, tls) for url in urls]
-    run = Run(args, api, servers, tokens, store, read_prompts(sources, args, unpaid), total, unpaid)
-    await run.work()
-    return run
+    try:
+        finish(args.output_dir, store.dropped | run.unpaid,
+               {"schema": SCHEMA, "stage": STAGE, "config": config, "inputs": inputs, "versions": versions, "limit": args.limit,
+                "stopped": str(run.halt).split()[0] if run.halt else None},
+               {"usd": round(usd_spent, 6), "tokens": int(tokens_spent), "tokens of failed requests, at most": int(run.budget.lost[0])})
+    except OSError as error:
+        print(f"{STAGE}: {cannot_write(args.output_dir, error)}", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

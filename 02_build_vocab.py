@@ -22,6 +22,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -199,23 +200,27 @@ def row_id(line: bytes) -> bytes:
     return line[7:line.index(b'"', 7)] if line.startswith(b'{"id":"') else json.loads(line)["id"].encode()
 
 
-def count_file(path: Path, vocab_size: int, keys: tuple[bytes, ...], held_out: float, seed: int) -> tuple[np.ndarray, int, str]:
-    """(counts (2, Vt): [kept, held-out] rows, number of rows, sha256 of the file). Raises UserError on an id beyond the vocabulary."""
+def count_file(path: Path, sha256: str, vocab_size: int, keys: tuple[bytes, ...], held_out: float, seed: int) -> tuple[np.ndarray, int]:
+    """(counts (2, Vt): [kept, held-out] rows, number of rows). Raises UserError on an id beyond the vocabulary and on a changed file."""
     counts, digest, n_rows, size = np.zeros((2, vocab_size), dtype=np.int64), hashlib.sha256(), 0, [0, 0]
     batch: tuple[list, list] = ([], [])
 
     def flush(part: int) -> None:
         if batch[part]:
             ids = np.concatenate(batch[part])
-            if ids.size and (ids.max() >= vocab_size or ids.min() < 0):
-                raise UserError(f"{path}: token id {int(ids.max())} is outside the target's vocabulary of {vocab_size}. "
-                                "Name the tokenizer that 01_generate.py used.")
+            if (beyond := ids[(ids < 0) | (ids >= vocab_size)]).size:
+                raise UserError(f"{path}: token id {beyond[0]} is outside the target's vocabulary of {vocab_size}. "
+                                "Give the rows of the target's lm_head with --target-vocab-size.")
             counts[part] += np.bincount(ids, minlength=vocab_size)
             batch[part].clear()
             size[part] = 0
 
     threshold = int(held_out * 2**64)
-    with open(path, "rb") as file:
+    try:
+        file = open(path, "rb")
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing, though the manifest names it. Copy the folder again.") from None
+    with file:
         for line in file:
             digest.update(line)
             n_rows += 1
@@ -229,7 +234,9 @@ def count_file(path: Path, vocab_size: int, keys: tuple[bytes, ...], held_out: f
             if size[part] > BATCH:
                 flush(part)
     flush(0), flush(1)
-    return counts, n_rows, digest.hexdigest()
+    if digest.hexdigest() != sha256:
+        raise UserError(f"{path}: changed since 01_generate.py finished (sha256 differs). Copy the folder again.")
+    return counts, n_rows
 
 
 def choose(counts: np.ndarray, special: list[int], size: int) -> np.ndarray:
@@ -246,10 +253,10 @@ def arrays(kept: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     return kept - np.arange(len(kept), dtype=np.int64), t2d
 
 
-def covered(counts: np.ndarray, kept: np.ndarray) -> float:
-    """Share of the counted tokens that a draft vocabulary holds; 1.0 of nothing."""
+def covered(counts: np.ndarray, kept: np.ndarray) -> float | None:
+    """Share of the counted tokens that a draft vocabulary holds; None of nothing."""
     total = int(counts.sum())
-    return int(counts[kept].sum()) / total if total else 1.0
+    return int(counts[kept].sum()) / total if total else None
 
 
 def read_map(folder: Path, size: int, vocab_size: int, tokenizer: str) -> np.ndarray:
@@ -257,7 +264,7 @@ def read_map(folder: Path, size: int, vocab_size: int, tokenizer: str) -> np.nda
     manifest = read_manifest(folder, STAGE)
     try:
         d2t, t2d = np.load(folder / "d2t.npy"), np.load(folder / "t2d.npy")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{folder}: d2t.npy or t2d.npy cannot be read ({error}). Run {STAGE}.py again without --reuse.") from None
     if manifest["inputs"]["tokenizer"] != tokenizer:
         raise UserError(f"{folder}: made for another tokenizer. Run {STAGE}.py again without --reuse.")
@@ -275,6 +282,17 @@ def tokenizer_hash(folder: Path) -> str:
     files = sorted(path for path in folder.glob("*")
                    if path.is_file() and (path.name.startswith(wanted) or path.suffix in (".model", ".tiktoken")))
     return hashlib.sha256("".join(f"{path.name} {sha256_file(path)}\n" for path in files).encode()).hexdigest()
+
+
+def vocab_size_of(target: Path) -> int:
+    try:
+        config = json.loads((target / "config.json").read_text())
+        size = config.get("text_config", config)["vocab_size"]
+        if not isinstance(size, int):
+            raise TypeError
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(f"{target}: no config.json with a vocab_size there. Give --target-vocab-size.") from None
+    return size
 
 
 def special_ids(folder: Path, trust_remote_code: bool, names: list[str]) -> dict[str, int]:
@@ -301,6 +319,8 @@ def plot(path: Path, table: list[dict], size: int, coverage: float) -> None:
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     sizes = [row["size"] for row in table]
     for key, label, style in (("coverage", "all rows", "o-"), ("held_out", "held-out rows, vocabulary of the others", "s--")):
+        if table[0][key] is None:
+            continue
         axis.plot(sizes, [100 * row[key] for row in table], style, markersize=4, label=label)
     axis.axvline(size, color="0.5", linewidth=1)
     axis.annotate(f"{size:,}: {100 * coverage:.2f} %", (size, 100 * coverage), xytext=(-6, 6), textcoords="offset points", ha="right")
@@ -323,12 +343,7 @@ def main(argv: list[str]) -> None:
     inputs = {"responses": sha256_file(args.data_dir / "manifest.json"), "tokenizer": tokenizer_hash(args.tokenizer)}
     if responses["inputs"]["tokenizer"] != inputs["tokenizer"]:
         raise UserError(f"{args.data_dir}: its ids come from another tokenizer than {args.tokenizer}. Name the one 01_generate.py used.")
-    vocab_size = args.target_vocab_size
-    if vocab_size is None and (args.tokenizer / "config.json").exists():
-        config = json.loads((args.tokenizer / "config.json").read_text())
-        vocab_size = config.get("text_config", config).get("vocab_size")
-    if vocab_size is None:
-        raise UserError(f"{args.tokenizer}: no config.json with a vocab_size there. Give --target-vocab-size.")
+    vocab_size = vocab_size_of(args.tokenizer) if args.target_vocab_size is None else args.target_vocab_size
     if not 0 < args.draft_vocab_size <= vocab_size or not 0 <= args.held_out < 1 or args.workers < 1:
         raise UserError(f"--draft-vocab-size {args.draft_vocab_size} must lie in 1..{vocab_size} (the target's), "
                         f"--held-out {args.held_out} in [0, 1), --workers {args.workers} above 0.")
@@ -338,27 +353,29 @@ def main(argv: list[str]) -> None:
     may_change = {"data_dir", "tokenizer", "output_dir", "workers", "config", "trust_remote_code"}  # the hashes in `inputs` stand for them
     fixed = {key: value for key, value in vars(args).items() if key not in may_change} | {
         "target_vocab_size": vocab_size, "inputs": inputs, "reuse": sha256_file(args.reuse / "manifest.json") if args.reuse else None}
-    lock = open_stage(args.output_dir, fixed, set())
-    if (args.output_dir / "manifest.json").exists():
-        log(f"complete already: {read_manifest(args.output_dir, STAGE)['counts']}")
-        log(f"done: {args.output_dir}")
-        return
+    with open_stage(args.output_dir, fixed, set()):
+        if (args.output_dir / "manifest.json").exists():
+            log(f"complete already: {read_manifest(args.output_dir, STAGE)['counts']}")
+        else:
+            try:
+                build(args, responses["files"], vocab_size, kept, fixed)
+            except UserError:
+                (args.output_dir / "stage.json").unlink()  # nothing here is worth keeping: the mended command may begin in this folder
+                raise
+    log(f"done: {args.output_dir}")
 
+
+def build(args, files: dict[str, str], vocab_size: int, kept: np.ndarray | None, config: dict) -> None:
+    """Count, choose, write. files: {part: sha256}; kept: target ids of a reused map; config: for the manifest."""
     # 1. count, file by file
     keys = (b"response_ids",) if args.count == "response" else (b"prompt_ids", b"response_ids")
-    counts, n_rows, began = np.zeros((2, vocab_size), dtype=np.int64), 0, time.monotonic()
-    files = sorted(responses["files"])
-    with ProcessPoolExecutor(min(args.workers, max(1, len(files)))) as pool:
-        jobs = [pool.submit(count_file, args.data_dir / name, vocab_size, keys, args.held_out, args.seed) for name in files]
-        for number, (name, job) in enumerate(zip(files, jobs), 1):
-            try:
-                part, rows, digest = job.result()
-            except FileNotFoundError:
-                raise UserError(f"{args.data_dir / name}: missing, though the manifest names it. Copy the folder again.") from None
-            if digest != responses["files"][name]:
-                raise UserError(f"{args.data_dir / name}: changed since 01_generate.py finished (sha256 differs). Copy the folder again.")
+    counts, n_rows, began, names = np.zeros((2, vocab_size), dtype=np.int64), 0, time.monotonic(), sorted(files)
+    count = partial(count_file, vocab_size=vocab_size, keys=keys, held_out=args.held_out, seed=args.seed)
+    with ProcessPoolExecutor(min(args.workers, max(1, len(names)))) as pool:
+        counted = pool.map(count, [args.data_dir / name for name in names], [files[name] for name in names])
+        for number, (part, rows) in enumerate(counted, 1):
             counts, n_rows = counts + part, n_rows + rows
-            log(f"file {number}/{len(files)} | {n_rows:,} rows | {int(counts.sum()):,} tokens | "
+            log(f"file {number}/{len(names)} | {n_rows:,} rows | {int(counts.sum()):,} tokens | "
                 f"{counts.sum() / (time.monotonic() - began):,.0f} tok/s")
     every = counts.sum(0)  # (Vt,)
     if not every.any():
@@ -379,7 +396,8 @@ def main(argv: list[str]) -> None:
     table = [{"size": n, "coverage": covered(every, choose(every, forced, n)), "held_out": covered(counts[1], choose(counts[0], forced, n))}
              for n in sorted(sizes)]
     for row in table:
-        log(f"draft vocabulary {row['size']:>7,} | covers {100 * row['coverage']:.3f} % | held-out {100 * row['held_out']:.3f} %"
+        log(f"draft vocabulary {row['size']:>7,} | covers {100 * row['coverage']:.3f} %"
+            + ("" if row["held_out"] is None else f" | held-out {100 * row['held_out']:.3f} %")
             + (" | <- chosen" if row["size"] == args.draft_vocab_size else ""))
     log(f"{'reused map' if args.reuse else 'map'} covers {100 * coverage:.3f} % of {int(every.sum()):,} tokens; "
         f"{seen:,} of {vocab_size:,} ids seen, {int(np.count_nonzero(every[kept] == 0)):,} of the map's unseen")
@@ -399,12 +417,10 @@ def main(argv: list[str]) -> None:
     write_atomic(args.output_dir / "vocab_mapping.json", json.dumps(result, indent=1) + "\n")
     plot(args.output_dir / "coverage.png", table, args.draft_vocab_size, coverage)
     hashes = {name: sha256_file(args.output_dir / name) for name in ("d2t.npy", "t2d.npy", "vocab_mapping.json")}
-    manifest = {"schema": SCHEMA, "stage": STAGE, "config": json.loads(json.dumps(fixed, default=str)), "inputs": inputs,
+    manifest = {"schema": SCHEMA, "stage": STAGE, "config": json.loads(json.dumps(config, default=str)), "inputs": config["inputs"],
                 "counts": {"kept": n_rows, "dropped": {}}, "files": hashes,
                 "versions": {"python": sys.version.split()[0], "numpy": np.__version__}}
     write_atomic(args.output_dir / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    lock.close()
-    log(f"done: {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -31,21 +31,51 @@ def chat(content, *, finish="stop", prompt_tokens=9, completion_tokens=None, cos
             **({"usage": usage} if completion_tokens is not None else {})}
 
 
-class ApiServer:
+class QuietHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *args):
+        pass
+
+
+class LocalServer:
+    """Serves on a free port inside its `with` block."""
+
+    def __init__(self, handler):
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 512
+
+            def handle_error(self, request, client_address):  # a client that was killed resets its connections
+                pass
+
+        self.server = Server(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc):
+        self.die()
+
+    def die(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class ApiServer(LocalServer):
     """with ApiServer(answer) as api: answer(body, nth) -> Reply, nth counting from 0 the requests with this last message.
 
     `requests` holds (time, last message's content, body, headers) of each request in order of arrival; `asked` counts them by content.
     """
 
     def __init__(self, answer):
-        self.requests, self.asked, self.dead, lock = [], Counter(), False, threading.Lock()
+        self.requests, self.asked, self.dead, self.probe_status, lock = [], Counter(), False, 404, threading.Lock()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
+        class Handler(QuietHandler):
             def do_GET(handler):  # what is probed at the start: this is no SGLang
-                handler.send_error(404)
+                handler.send_error(self.probe_status)
 
             def do_POST(handler):
                 body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
@@ -77,33 +107,16 @@ class ApiServer:
                 except OSError:  # the client was killed
                     handler.close_connection = True
 
-            def log_message(handler, *args):
-                pass
-
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 512
-
-            def handle_error(self, request, client_address):  # a client that was killed resets its connections
-                pass
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        return self
-
-    def __exit__(self, *exc):
-        self.die()
+        super().__init__(Handler)
+        self.url += "/v1"
 
     def die(self):
         """No new connections, and no answer on old ones."""
         self.dead = True
-        self.server.shutdown()
-        self.server.server_close()
+        super().die()
 
 
-class CountingProxy:
+class CountingProxy(LocalServer):
     """with CountingProxy(url) as proxy: passes everything on to the server at `url` and notes each /generate by its input_ids.
 
     `asked` is a list of (session, input_ids as a tuple); a test raises `session` when it starts the client anew.
@@ -112,10 +125,7 @@ class CountingProxy:
     def __init__(self, url: str):
         self.asked, self.session, lock = [], 0, threading.Lock()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
+        class Handler(QuietHandler):
             def do_GET(handler):
                 handler.pass_on(None)
 
@@ -145,22 +155,4 @@ class CountingProxy:
                 except OSError:  # the client was killed
                     handler.close_connection = True
 
-            def log_message(handler, *args):
-                pass
-
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 512
-
-            def handle_error(self, request, client_address):
-                pass
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        return self
-
-    def __exit__(self, *exc):
-        self.server.shutdown()
-        self.server.server_close()
+        super().__init__(Handler)

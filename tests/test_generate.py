@@ -1,4 +1,6 @@
 """01_generate.py: against the real SGLang on a CPU, and against an API server with bad manners."""
+import asyncio
+import errno
 import json
 import os
 import random
@@ -20,6 +22,11 @@ from conftest import ROOT, TINY_KIMI, load_script, post, run_script
 
 generate = load_script("01_generate")
 MANNERS = [json.loads(line) for line in (Path(__file__).parent / "data/api_manners.jsonl").read_text().splitlines()]
+
+
+FINE = Reply(chat("fine", completion_tokens=3))
+fine = lambda body, nth: FINE
+asked = lambda body: body["messages"][-1]["content"]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +98,7 @@ def test_manner(manner, tmp_path, capsys, monkeypatch, tokenizer):
     good = chat("fine", completion_tokens=3)
     monkeypatch.setenv("A_KEY", "secret")
     # p0 is asked first and answered well: what is there before the trouble must stay; p1 meets the bad manner
-    answer = lambda body, nth: Reply(good) if body["messages"][-1]["content"] == "question 0" or case in RETRIED and nth else bad
+    answer = lambda body, nth: Reply(good) if asked(body) == "question 0" or case in RETRIED and nth else bad
     with ApiServer(answer) as api:
         code, out, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out", "--concurrency", 1, "--api-key-env", "A_KEY"), capsys)
     rows = rows_of(tmp_path / "out")
@@ -104,6 +111,7 @@ def test_manner(manner, tmp_path, capsys, monkeypatch, tokenizer):
         assert code == 0 and rows["p1-t0"]["content"] == "fine" and api.asked == {"question 0": 1, "question 1": 2}
         first, second = [when for when, content, *_ in api.requests if content == "question 1"]
         assert second - first >= (2 if "Retry-After" in manner["headers"] else 0.02)
+        assert ("asks to wait 2 s" in out) == ("Retry-After" in manner["headers"])  # else a long wait looks like a hang
     elif case in DROPPED:
         assert code == 0 and dropped_of(tmp_path / "out") == {"p1-t0": DROPPED[case]} and set(rows) == {"p0-t0"}
         assert api.asked["question 1"] == 1
@@ -121,11 +129,19 @@ def test_manner(manner, tmp_path, capsys, monkeypatch, tokenizer):
 def test_connection_cut_in_the_middle_and_timeouts_are_retried(tmp_path, capsys):
     """Cut after 40 bytes; silent for 3 s; and one byte every 0.3 s, which a timeout between bytes would never end."""
     first = {"question 0": {"cut": 40}, "question 1": {"delay": 3}, "question 2": {"drip": 0.3}}
-    answer = lambda body, nth: Reply(chat("fine", completion_tokens=3), **({} if nth else first[body["messages"][-1]["content"]]))
+    answer = lambda body, nth: Reply(chat("fine", completion_tokens=3), **({} if nth else first[asked(body)]))
     with ApiServer(answer) as api:
         code, out, _ = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "out", "--timeout-s", 1), capsys)
     assert code == 0 and len(rows_of(tmp_path / "out")) == 3 and set(api.asked.values()) == {2}
     assert "timeout 2" in out and "connection_cut 1" in out
+
+
+@pytest.mark.parametrize("choice", [
+    {"message": {"content": 5}, "finish_reason": "stop"}, {"message": {"content": "x"}, "finish_reason": {"type": "stop"}},
+    {"message": {"content": "x", "reasoning_details": ["y"]}, "finish_reason": "stop"}, {"message": "x"}, None])
+def test_an_answer_of_unknown_form_is_asked_again(choice):
+    with pytest.raises(generate.Retry, match="bad_answer"):
+        generate.read_chat({"choices": [choice]}, "openai")
 
 
 def test_retry_after_in_seconds_and_as_a_date():
@@ -135,7 +151,7 @@ def test_retry_after_in_seconds_and_as_a_date():
 
 
 def test_a_sample_that_always_fails_is_set_aside(tmp_path, capsys):
-    answer = lambda body, nth: Reply("oops", 500) if body["messages"][-1]["content"] == "question 1" else Reply(chat("fine", completion_tokens=3))
+    answer = lambda body, nth: Reply("oops", 500) if asked(body) == "question 1" else FINE
     with ApiServer(answer) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "out", "--max-attempts", 2)
         code, _, err = run_here(argv, capsys)
@@ -144,6 +160,35 @@ def test_a_sample_that_always_fails_is_set_aside(tmp_path, capsys):
         code, *_ = run_here([*argv, "--max-failed-share", 1], capsys)
         assert code == 0 and dropped_of(tmp_path / "out") == {"p1-t0": "no_answer_http_500"}
     assert api.asked == {"question 0": 1, "question 1": 4, "question 2": 1}  # the good ones were not asked again
+
+
+def test_a_key_that_runs_dry_does_not_drop_the_rest_in_silence(tmp_path, capsys):
+    """OpenRouter says 403 when a key's limit is reached: those samples are set aside like failures, not dropped as bad requests."""
+    def answer(body, nth):
+        return FINE if len(api.asked) <= 5 else Reply({"error": {"code": 403, "message": "Key limit exceeded"}}, 403)
+    with ApiServer(answer) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 60), tmp_path / "out", "--concurrency", 1, "--max-attempts", 1)
+        code, _, err = run_here(argv, capsys)
+    assert code == 1 and "http_403 11" in err and len(rows_of(tmp_path / "out")) == 5 and not (tmp_path / "out/manifest.json").exists()
+
+
+def test_refusals_of_what_is_left_do_not_end_a_resumed_run(tmp_path, capsys):
+    """Everything answerable is answered; after a kill only samples that the API refuses are left, and they come first."""
+    bad = {f"question {i}" for i in range(5, 30)}
+    answer = lambda body, nth: Reply({"error": {"message": "too long"}}, 400) if asked(body) in bad else FINE
+    with ApiServer(answer) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 30), tmp_path / "out")
+        assert run_here(argv, capsys)[0] == 0
+        for name in ("manifest.json", "dropped.jsonl"):
+            (tmp_path / "out" / name).unlink()  # as a kill before the end leaves it
+        assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 5 and len(dropped_of(tmp_path / "out")) == 25
+
+
+def test_half_a_surrogate_pair_in_a_server_s_message(tmp_path, capsys):
+    bad = lambda status: Reply('{"error": {"message": "bad \\ud800 text"}}', status)
+    with ApiServer(lambda body, nth: FINE if nth else bad(400 if asked(body) == "question 1" else 500)) as api:
+        code, out, _ = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out"), capsys)
+    assert code == 0 and dropped_of(tmp_path / "out") == {"p1-t0": "http_400"} and "http_500" in out and "\ud800" not in out
 
 
 def test_server_that_refuses_everything_or_is_not_there(tmp_path, capsys):
@@ -174,6 +219,56 @@ def test_failover_and_outage(tmp_path, capsys):
     assert code == 2 and api.url in err and "no answer for 1 s" in err and 6 <= len(rows_of(tmp_path / "gone")) <= 14
 
 
+@pytest.mark.parametrize("bad", [Reply("slow down", 429, {"Retry-After": "3"}), Reply("busy", 503), Reply("oops", 500)],
+                         ids=lambda reply: str(reply.status))
+def test_a_server_that_gives_only_errors_does_not_draw_every_request(bad, tmp_path, capsys):
+    """It has nothing in flight, so it is always the least busy one."""
+    with ApiServer(lambda body, nth: bad) as broken, ApiServer(fine) as healthy:
+        began = time.monotonic()
+        argv = flags(broken.url, prompts(tmp_path / "p.jsonl", 20), tmp_path / "out", "--base-url", healthy.url, "--outage-s", 2)
+        code, *_ = run_here(argv, capsys)
+    assert code == 0 and len(rows_of(tmp_path / "out")) == 20 and sum(broken.asked.values()) <= 10 and time.monotonic() - began < 2.5
+
+
+def test_sglang_behind_a_gateway_that_is_not_up_yet_is_no_text_api(tmp_path, capsys):
+    with ApiServer(fine) as api:
+        api.probe_status = 503
+        code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out"), capsys)
+        assert code == 2 and "HTTP 503" in err and not api.requests
+        assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--api", "openai"), capsys)[0] == 0
+
+
+def test_a_busy_server_does_not_skip_the_template_check(tmp_path, capsys):
+    class Stub:
+        url, free, down, down_until, failures, in_flight = "http://stub", [1], False, 0.0, 0, 0
+
+        async def post(self, path, body, key_env):
+            reply = replies.pop(0)
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
+
+    def check(*more):
+        args = generate.build_parser().parse_args(["--tokenizer", "x", "--output-dir", "x", "--backoff-s", "0.01", "--max-attempts", "3"])
+        run = generate.Run(args, None, "sglang", [], tokens, generate.Store(tmp_path, None), [])
+        run.servers = [Stub()]
+        asyncio.run(run.check_kind([{"role": "user", "content": "x"}], None))
+        return bool(run.checked)
+    tokens, busy, broken = tokens_of(TINY_KIMI), generate.Retry("http_503", blame=False), generate.Retry("http_500")
+    ids = tokens.prompt_ids([{"role": "user", "content": "x"}], None)
+    good = {"choices": [{"prompt_token_ids": ids}], "usage": {"prompt_tokens": len(ids)}}
+    replies = [*[busy] * 5, {"choices": []}, good]
+    assert check() and not replies
+    replies = [busy, {"choices": [{"prompt_token_ids": [1, *ids]}], "usage": {"prompt_tokens": len(ids) + 1}}]
+    with pytest.raises(generate.UserError, match="renders a prompt of user"):
+        check()
+    replies = [generate.Drop("http_400", "context too long")]  # says nothing about the template: the next prompt of this kind is compared
+    assert not check()
+    replies = [broken] * 3
+    with pytest.raises(generate.UserError, match="--no-check-template"):
+        check()
+
+
 # ---- requests in each API's own terms
 
 @pytest.mark.parametrize("api, on, off", [
@@ -193,7 +288,7 @@ def test_thinking_in_the_api_s_terms(api, on, off, thinking, tmp_path, capsys):
 def test_instant_mode_and_text_apis(tmp_path, capsys, tokenizer):
     """<think></think> is prompt, never loss; reasoning that comes although it was switched off cannot be placed."""
     def answer(body, nth):
-        more = {"reasoning": "hm"} if body["messages"][-1]["content"] == "question 1" else {}
+        more = {"reasoning": "hm"} if asked(body) == "question 1" else {}
         return Reply(chat("fine", completion_tokens=2, **more))
     with ApiServer(answer) as api:
         assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out", "--thinking", "off"), capsys)[0] == 0
@@ -244,7 +339,7 @@ def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, e
     """Promised: an answer on the disk is never asked for again; a kill costs at most --concurrency requests, those in flight or not yet
     on the disk; the folder ends in the same bytes."""
     server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
-    questions = [json.loads(line) for line in open(TINY_KIMI.parent.parent / "configs/quickstart_prompts.jsonl")][:n] if (TINY_KIMI.parent.parent / "configs/quickstart_prompts.jsonl").exists() else []
+    questions = [json.loads(line) for line in open(ROOT / "configs/quickstart_prompts.jsonl")][:n]
     questions += [{"id": f"extra{i}", "prompt": f"What is item {i} of the list?"} for i in range(n - len(questions))]
     file, concurrency = write_jsonl(tmp_path / "p.jsonl", questions), 16
     with CountingProxy(server.url) as proxy:
@@ -270,7 +365,7 @@ def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, e
 
 def test_kill_loses_only_what_was_in_flight_at_an_api(tmp_path):
     """The same count where requests cost money and answers come at once: the rows' fsync, not the network, is the bottleneck."""
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+    with ApiServer(fine) as api:
         proxy = Namespace(session=0)
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 600), tmp_path / "out", "--concurrency", 8)
         killed_and_resumed(argv, tmp_path / "out", tmp_path / "log", proxy, kills=2, n=600, seed=1)
@@ -278,7 +373,7 @@ def test_kill_loses_only_what_was_in_flight_at_an_api(tmp_path):
 
 
 def test_a_torn_line_is_cut_off_and_other_damage_is_named(tmp_path, capsys):
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+    with ApiServer(fine) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 5), tmp_path / "out")
         assert run_here(argv, capsys)[0] == 0
         part, whole = tmp_path / "out/part-00000.jsonl", (tmp_path / "out/part-00000.jsonl").read_bytes()
@@ -295,7 +390,7 @@ def test_a_torn_line_is_cut_off_and_other_damage_is_named(tmp_path, capsys):
 def test_killed_while_sorting(tmp_path, capsys, monkeypatch):
     """finish() dies before and in the middle of putting the sorted copy in place; the next run ends in the same bytes."""
     monkeypatch.setattr(generate, "ROWS_PER_PART", 4)
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+    with ApiServer(fine) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 10), tmp_path / "out")
         assert run_here(argv, capsys)[0] == 0
         whole = files_of(tmp_path / "out")
@@ -321,6 +416,38 @@ def test_killed_while_sorting(tmp_path, capsys, monkeypatch):
     assert sum(api.asked.values()) == 10
 
 
+def test_sorting_leaves_no_part_behind_that_is_not_needed(tmp_path, monkeypatch):
+    """A part may hold fewer rows than it could (a damaged line deleted by hand, a full disk): the sorted copy can need fewer parts."""
+    monkeypatch.setattr(generate, "ROWS_PER_PART", 4)
+    row = lambda i: json.dumps({"id": f"p{i}-t0", "source": "p", "finish_reason": "stop", "prompt_ids": [1], "response_ids": [2],
+                                "ids_source": "server", "flags": []}) + "\n"
+    for dies in (False, True):
+        folder = tmp_path / str(dies)
+        folder.mkdir()
+        (folder / "part-00000.jsonl").write_text(row(3) + row(1) + row(2))
+        (folder / "part-00001.jsonl").write_text(row(0))
+        if dies:  # before the copy is put in place
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(generate, "place_sorted", lambda folder: (_ for _ in ()).throw(KeyboardInterrupt))
+                generate.finish(folder, {}, {}, {})
+            generate.place_sorted(folder)
+        generate.finish(folder, {}, {}, {})
+        assert {path.name for path in folder.glob("part-*")} == {"part-00000.jsonl"}
+        assert (folder / "part-00000.jsonl").read_text() == "".join(map(row, range(4)))
+
+
+def test_disk_full_while_sorting_is_one_line(tmp_path, capsys, monkeypatch):
+    with ApiServer(fine) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "out")
+        with monkeypatch.context() as patch:
+            def full(*names):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            patch.setattr(os, "rename", full)
+            code, _, err = run_here(argv, capsys)
+        assert code == 1 and "cannot write (No space left on device)" in err and len(err.splitlines()) == 1
+        assert run_here(argv, capsys)[0] == 0 and set(api.asked.values()) == {1}
+
+
 def test_second_process_on_one_folder_refuses(tmp_path):
     with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=0.5)) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 24), tmp_path / "out")
@@ -334,7 +461,7 @@ def test_second_process_on_one_folder_refuses(tmp_path):
 
 def test_full_disk_ends_in_one_line_and_resumes(tmp_path):
     """The files may not grow beyond 4,000 bytes in the first run: the write fails as on a full disk."""
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+    with ApiServer(fine) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 40), tmp_path / "out")
         limited = start(argv, tmp_path / "log", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)))
         assert limited.wait() == 1 and "cannot write" in (tmp_path / "log").read_text().splitlines()[-1]
@@ -348,14 +475,14 @@ def test_order_of_completion_leaves_no_trace(tmp_path, capsys):
     delays = {f"question {i}": (7 * i % 10) / 50 for i in range(10)}
     folders = []
     for name, concurrency in (("one", 1), ("many", 10)):
-        with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=delays[body["messages"][-1]["content"]])) as api:
+        with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=delays[asked(body)])) as api:
             assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 10), tmp_path / name, "--concurrency", concurrency), capsys)[0] == 0
         folders.append(files_of(tmp_path / name))
     assert folders[0] == folders[1]
 
 
 def test_limit_grows_and_a_changed_wish_is_refused(tmp_path, capsys):
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+    with ApiServer(fine) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 9), tmp_path / "out")
         assert run_here([*argv, "--limit", 4], capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 4
         assert "complete already" in run_here([*argv, "--limit", 4], capsys)[1]
@@ -365,6 +492,40 @@ def test_limit_grows_and_a_changed_wish_is_refused(tmp_path, capsys):
         write_jsonl(tmp_path / "p.jsonl", [{"id": "x", "prompt": "other"}])
         code, _, err = run_here(argv, capsys)
         assert code == 2 and "inputs" in err
+
+
+@pytest.mark.parametrize("wrong", [["--stop-token", "<|e|>"], ["--think-tokens", "<a>", "<b>"], ["--model", "other"]])
+def test_a_wish_that_nothing_was_answered_for_may_be_mended(wrong, tmp_path, capsys):
+    with ApiServer(lambda body, nth: FINE if body["model"] == "m" else Reply("no such model", 404)) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out")
+        assert run_here([*argv, *wrong], capsys)[0] == 2
+        assert run_here(argv, capsys)[0] == 0
+        assert run_here([*argv, "--stop-token", "<think>"], capsys)[0] == 2  # but not under which there are answers
+    assert len(rows_of(tmp_path / "out")) == 2
+
+
+def test_a_finished_folder_stays_finished_when_no_server_answers(tmp_path, capsys):
+    with ApiServer(fine) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 4), tmp_path / "out")
+        assert run_here([*argv, "--limit", 2], capsys)[0] == 0
+    assert run_here(argv, capsys)[0] == 2 and (tmp_path / "out/manifest.json").exists()
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--limit", -1], "--limit -1"), (["--max-cost-usd", 0], "--max-cost-usd 0"), (["--max-tokens-total", 0], "--max-tokens-total 0"),
+    (["--log-interval", 0], "--log-interval 0"), (["--seed", -1, "--shuffle"], "--seed -1"), (["--extra-body", "[]"], "not a JSON object"),
+    (["--extra-body", '{"max_tokens": 9}'], "['max_tokens'] would break the budgets"),
+    (["--base-url", "http://h:abc"], "not an http(s) URL"), (["--tokenizer", "nowhere"], "nowhere: no such folder")])
+def test_bad_flags_are_one_line(words, says, tmp_path, capsys):
+    code, _, err = run_here([*flags(None, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--model", "m"), *words], capsys)
+    assert code == 2 and says in err and len(err.splitlines()) == 1 and not (tmp_path / "out/stage.json").exists()
+
+
+def test_white_space_around_a_key_is_not_sent(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("A_KEY", "secret\r\n")
+    with ApiServer(fine) as api:
+        assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--api-key-env", "A_KEY"), capsys)[0] == 0
+    assert api.requests[0][3]["Authorization"] == "Bearer secret"
 
 
 # ---- budgets
@@ -386,9 +547,17 @@ def test_budget_stops_before_it_is_passed(how, tmp_path, capsys):
 
 
 def test_cost_bound_without_any_price_is_refused(tmp_path, capsys):
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+    with ApiServer(fine) as api:
         code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 20), tmp_path / "out", "--max-cost-usd", 1), capsys)
     assert code == 2 and "--usd-per-mtok" in err and sum(api.asked.values()) == 1
+
+
+def test_a_model_that_costs_nothing_is_not_asked_one_by_one(tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3, cost=0.0), delay=0.2)) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 9), tmp_path / "out", "--max-cost-usd", 1, "--concurrency", 8)
+        code, *_ = run_here(argv, capsys)
+    times = [when for when, *_ in api.requests]
+    assert code == 0 and times[-1] - times[0] < 1  # the first alone, then 8 at once
 
 
 def test_budget_counts_what_was_in_flight_at_a_kill(tmp_path):
@@ -560,6 +729,18 @@ def test_answers_that_stand_in_the_prompt_rows_keep_their_reasoning(tmp_path, ca
     assert dropped_of(tmp_path / "out") == {"b-t0": "no_answer_given"}
 
 
+def test_given_calls_that_are_no_text_are_dropped(tmp_path, capsys):
+    talk = lambda text, **answer: [{"role": "user", "content": text}, {"role": "assistant", **answer}]
+    file = write_jsonl(tmp_path / "p.jsonl", [
+        {"id": "good", "messages": talk("a", content="b")},
+        {"id": "object", "messages": talk("c", tool_calls=[{"id": "x", "function": {"name": "f", "arguments": {"a": 1}}}])},
+        {"id": "bare", "messages": talk("d", tool_calls=[{}])},
+        {"id": "no_id", "messages": talk("e", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])}])
+    assert run_here(flags(None, file, tmp_path / "out", "--answers", "given"), capsys)[0] == 0
+    assert set(rows_of(tmp_path / "out")) == {"good-t0", "no_id-t0"}
+    assert dropped_of(tmp_path / "out") == {"object-t0": "bad_prompt", "bare-t0": "bad_prompt"}
+
+
 def test_special_tokens_must_be_one_id(tmp_path, capsys):
     code, _, err = run_here(flags(None, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--answers", "given", "--stop-token", "<|end|>"), capsys)
     assert code == 2 and "<|end|>" in err and "--stop-token" in err
@@ -574,8 +755,28 @@ def test_tool_calls_read_from_ids_and_rebuilt_are_the_same():
     ids = tokens.answer_ids(answer, prompt, 0)
     assert tokens.read(prompt, ids) == ("think", "I call.", calls, [])
     assert tokens.read(prompt, ids[:-2])[3] == ["tool_calls_malformed"] and tokens.read(prompt, ids[:-8])[2] == calls[:1]
+    half = {**calls[1], "function": {"name": "get-weather", "arguments": '{"ci'}}
+    cut = generate.Answer("I call.", "think", [calls[0], half], "length", None)
+    assert tokens.decode(tokens.answer_ids(cut, prompt, 0)).endswith('<|tool_call_argument_begin|>{"ci')  # it did not emit the call's end
     made_up = generate.Answer("", None, [{"id": "call_8f3", "type": "function", "function": {"name": "add", "arguments": "{}"}}], "tool_calls", None)
     assert "functions.add:5" in tokens.decode(tokens.answer_ids(made_up, prompt, 5)) and made_up.flags == ["tool_id_rebuilt"]
+
+
+def test_calls_of_the_engine_stay_as_emitted():
+    """An id that is not of Kimi's form is rewritten only where ids are rebuilt."""
+    tokens = tokens_of(TINY_KIMI)
+    prompt, mark = tokens.prompt_ids([{"role": "user", "content": "x"}], None), tokens.tool
+    call = [mark["call_begin"], *tokens.encode("add:0"), mark["argument_begin"], *tokens.encode("{}"), mark["call_end"]]
+    ids = [tokens.end_think, mark["section_begin"], *call, mark["section_end"], tokens.stop]
+    answer = generate.read_native({"output_ids": ids, "meta_info": {"finish_reason": {"type": "stop"}}}, prompt, tokens)
+    assert generate.settle_ids(answer, prompt, tokens, 3, "rule") == (ids, "server")
+    assert answer.tool_calls[0]["id"] == "add:0" and answer.flags == ["rebuild_differs"]
+
+
+def test_a_summary_is_no_reasoning_wherever_it_stands():
+    for kind, reason in (("reasoning.summary", "reasoning_summary"), ("reasoning.encrypted", "reasoning_encrypted")):
+        with pytest.raises(generate.Drop, match=reason):
+            generate.read_chat(chat("4", completion_tokens=5, reasoning="in short: 4", reasoning_details=[{"type": kind}]), "openrouter")
 
 
 # ---- prompts
@@ -599,7 +800,7 @@ def test_multi_turn_asks_in_order_with_what_the_target_said(tmp_path, capsys, to
                                       {"role": "user", "content": "two"}]},
         {"id": "cut", "messages": [{"role": "user", "content": "cut me"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "three"}]}])
     answer = lambda body, nth: Reply(chat(f"new {body['messages'][-1]['content']}", completion_tokens=4, reasoning="r",
-                                          finish="length" if body["messages"][-1]["content"] == "cut me" else "stop"))
+                                          finish="length" if asked(body) == "cut me" else "stop"))
     with ApiServer(answer) as api:
         assert run_here(flags(api.url, file, tmp_path / "out", "--on-mismatch", "keep"), capsys)[0] == 0
     rows, name = rows_of(tmp_path / "out"), generate.safe_id("talk/1")
@@ -608,6 +809,48 @@ def test_multi_turn_asks_in_order_with_what_the_target_said(tmp_path, capsys, to
     assert dropped_of(tmp_path / "out") == {"cut-t1": "after_cut_turn"} and api.asked["three"] == 0
     order = [content for _, content, *_ in api.requests]
     assert order.index("one") < order.index("two")
+
+
+def test_no_turn_follows_a_call_whose_result_is_not_known(tmp_path, capsys):
+    call = [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    talk = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    file = write_jsonl(tmp_path / "p.jsonl", [{"id": "x", "messages": talk}])
+    for finish in ("stop", "tool_calls"):
+        with ApiServer(lambda body, nth: Reply(chat(None, finish=finish, tool_calls=call))) as api:
+            assert run_here(flags(api.url, file, tmp_path / finish), capsys)[0] == 0
+        assert len(api.requests) == 1 and dropped_of(tmp_path / finish) == {"x-t1": "after_tool_call"}
+
+
+@pytest.mark.parametrize("options, says", [("prompt=q", "mapped"), ("", "usual"), ("messages=talk", "talked")])
+def test_a_mapped_column_wins(options, says):
+    row = {"q": "mapped", "messages": [{"role": "user", "content": "usual"}], "talk": [{"role": "user", "content": "talked"}]}
+    options = generate.split_spec(f"x.jsonl,{options}")[1] if options else {}
+    assert generate.as_messages(row, options, None)[0] == [{"role": "user", "content": says}]
+
+
+@pytest.mark.parametrize("weight", ["abc", "0", "-1", "nan", "inf", ""])
+def test_a_weight_is_a_number(weight):
+    with pytest.raises(generate.UserError, match="weight"):
+        generate.split_spec(f"x.jsonl,weight={weight}")
+
+
+def test_the_log_counts_prompts_that_will_be_asked(tmp_path, capsys):
+    """The mix ends with the first exhausted source, duplicates are not asked, and without a finished prompt there is no eta."""
+    few = write_jsonl(tmp_path / "few.jsonl", [{"prompt": f"a {i}"} for i in range(10)])
+    many = write_jsonl(tmp_path / "many.jsonl", [{"prompt": f"b {i // 2}"} for i in range(100)])
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=0.3 if len(api.requests) == 1 else 0)) as api:
+        argv = flags(api.url, f"{few},weight=3", tmp_path / "out", "--prompts", f"{many},weight=1", "--concurrency", 1)
+        code, out, _ = run_here([*argv, "--log-interval", 0.1], capsys)
+    lines = [line for line in out.splitlines() if " prompts | " in line]
+    assert code == 0 and " 0/13 prompts" in lines[0] and lines[0].endswith("eta unknown")
+    assert " 12/12 prompts" in lines[-1] and lines[-1].endswith("eta 0h00m00s")
+
+
+def test_the_same_words_with_other_tools_are_another_prompt():
+    tools = [[{"type": "function", "function": {"name": name}}] for name in "ab"]
+    key = lambda text, given: generate.fingerprint([{"role": "user", "content": text}], given)
+    keys = [key("x", tools[0]), key("X ", tools[0]), key("x", tools[1]), key("x", None)]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 def test_mix_holds_its_weights_in_every_prefix():
@@ -626,7 +869,7 @@ def test_datasets_columns_weights_and_duplicates(tmp_path, capsys):
     datasets.Dataset.from_dict({"talk": talk, "uid": [f"u{i}" for i in range(6)]}).to_parquet(tmp_path / "share.parquet")
     datasets.Dataset.from_dict({"q": [f"Ask {i}" for i in range(6)] + ["  tell ME\n0"], "sys": ["Be kind."] * 6 + [""]}).save_to_disk(tmp_path / "disk")
     file = write_jsonl(tmp_path / "own.jsonl", [{"id": "w", "prompt": "ＴＥＬＬ me 1"}, {"prompt": "third"}])
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+    with ApiServer(fine) as api:
         argv = ["--dataset", f"{tmp_path}/share.parquet,messages=talk,id=uid", "--dataset", f"{tmp_path}/disk,prompt=q,system=sys", "--prompts", file,
                 "--base-url", api.url, "--model", "m", "--tokenizer", TINY_KIMI, "--output-dir", tmp_path / "out"]
         code, out, err = run_here(argv, capsys)
@@ -637,6 +880,30 @@ def test_datasets_columns_weights_and_duplicates(tmp_path, capsys):
     assert rows["disk-2-t0"]["messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Ask 2"}]
     code, _, err = run_here(["--dataset", f"{tmp_path}/share.parquet", *argv[2:]], capsys)
     assert code == 2 and "no prompt among the columns ['talk', 'uid']" in err
+
+
+def test_a_data_set_file_is_its_bytes_and_its_split(tmp_path, capsys):
+    import datasets
+    file = tmp_path / "x.parquet"
+    datasets.Dataset.from_dict({"q": ["one", "two"], "id": ["a", "a"]}).to_parquet(file)
+    with ApiServer(fine) as api:
+        argv = [*flags(api.url, file, tmp_path / "out")[2:], "--dataset"]
+        assert "the id a appears twice" in run_here([*argv, f"{file},prompt=q"], capsys)[2] and not api.requests
+        assert run_here([*argv, f"{file},prompt=q,id=none,split=train[:1]"], capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 1
+        os.utime(file, (1, 1))
+        assert "complete already" in run_here([*argv, f"{file},prompt=q,id=none,split=train[:1]"], capsys)[1]
+
+
+def test_ids_are_compared_before_anything_is_paid(tmp_path, capsys):
+    """The prompts of a folder cannot be changed any more once it is begun."""
+    file = write_jsonl(tmp_path / "p.jsonl", [{"id": f"p{i}", "prompt": f"question {i}"} for i in (*range(12), 0)])
+    with ApiServer(fine) as api:
+        code, _, err = run_here(flags(api.url, file, tmp_path / "out"), capsys)
+        assert code == 2 and "p.jsonl:13: the id p0 appears twice" in err and not api.requests
+        other = write_jsonl(tmp_path / "q.jsonl", [{"id": "p-1", "prompt": "x"}])  # what a row without an id in p.jsonl is called
+        file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+        code, _, err = run_here(flags(api.url, other, tmp_path / "out", "--prompts", file), capsys)
+        assert code == 2 and "p.jsonl:2: the id p-1 appears twice" in err and not api.requests
 
 
 @pytest.mark.parametrize("line, says", [("{", "p.jsonl:2"), ('{"id": "x"}', "no prompt among the columns ['id']"), ('{"id": "p0", "prompt": "y"}', "appears twice"), ("[]", "not an object")])
@@ -650,7 +917,7 @@ def test_bad_prompt_files_are_one_line_and_cost_nothing(line, says, tmp_path, ca
                                          ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not_text"), ({"prompt": "\ud800"}, "not_utf8")])
 def test_prompts_that_cannot_be_asked_are_dropped(row, reason, tmp_path, capsys):
     file = write_jsonl(tmp_path / "p.jsonl", [{"id": "good", "prompt": "x"}, {"id": "bad", **row}])
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3))) as api:
+    with ApiServer(fine) as api:
         assert run_here(flags(api.url, file, tmp_path / "out"), capsys)[0] == 0
     assert dropped_of(tmp_path / "out") == {"bad-t0": reason} and len(api.requests) == 1
 

@@ -2,6 +2,7 @@
 import hashlib
 import json
 import random
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -116,6 +117,8 @@ def test_reuse_takes_the_older_map_and_says_what_it_covers(tmp_path, capsys):
     assert code == 2 and "contradict each other" in err
     (tmp_path / "old/d2t.npy").write_bytes(b"no array")
     assert build(capsys, second, tmp_path / "torn", "--draft-vocab-size", 12, "--reuse", tmp_path / "old")[0] == 2
+    (tmp_path / "old/d2t.npy").write_bytes(b"")
+    assert build(capsys, second, tmp_path / "torn", "--draft-vocab-size", 12, "--reuse", tmp_path / "old")[0] == 2
     code, _, err = build(capsys, second, tmp_path / "none", "--draft-vocab-size", 12, "--reuse", tmp_path / "nowhere")
     assert code == 2 and "02_build_vocab" in err
 
@@ -152,6 +155,52 @@ def test_wrong_tokenizer_size_and_empty_input(tmp_path, capsys):
     assert "holds no tokens" in build(capsys, empty, tmp_path / "c", "--draft-vocab-size", 16)[2]
     assert "do not fit" in build(capsys, responses(tmp_path / "ok", [[5]]), tmp_path / "d", "--draft-vocab-size", 7)[2]
     assert "<|nope|>" in build(capsys, tmp_path / "ok", tmp_path / "e", "--draft-vocab-size", 16, "--special-tokens", "<|nope|>")[2]
+
+
+def test_what_failed_may_be_mended_in_the_same_folder(tmp_path, capsys):
+    """Its errors tell which flag to change; nothing of the first try is worth keeping."""
+    data = responses(tmp_path / "responses", [[5, 6]])
+    for wrong in (["--special-tokens", "<|nope|>"], ["--draft-vocab-size", 7], ["--target-vocab-size", 6, "--draft-vocab-size", 6]):
+        assert build(capsys, data, tmp_path / "out", "--draft-vocab-size", 16, *wrong)[0] == 2
+    assert build(capsys, data, tmp_path / "out", "--draft-vocab-size", 16)[0] == 0
+    assert build(capsys, data, tmp_path / "out", "--draft-vocab-size", 17)[0] == 2  # a finished map stays what it is
+    assert len(maps(tmp_path / "out")[0]) == 16
+
+
+def test_ids_beyond_the_vocabulary_name_the_flag_that_decides_it(tmp_path, capsys):
+    data = responses(tmp_path / "responses", [[5, 600]])
+    code, _, err = build(capsys, data, tmp_path / "out", "--draft-vocab-size", 16, "--target-vocab-size", 500)
+    assert code == 2 and "token id 600 is outside" in err and "--target-vocab-size" in err
+
+
+@pytest.mark.parametrize("config", ["{", "[]", '{"text_config": 1}', '{"vocab_size": "many"}'])
+def test_a_broken_config_of_the_target_is_one_line(config, tmp_path, capsys):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "tokenizer.json").write_text("{}")
+    (target / "config.json").write_text(config)
+    data = responses(tmp_path / "responses", [[5]], inputs={"tokenizer": vocab.tokenizer_hash(target)})
+    code, _, err = build(capsys, data, tmp_path / "out", "--tokenizer", target)
+    assert code == 2 and "config.json" in err and "--target-vocab-size" in err
+
+
+def test_without_held_out_tokens_nothing_is_said_about_them(tmp_path, capsys):
+    data = responses(tmp_path / "responses", [[5, 6]])
+    code, out, _ = build(capsys, data, tmp_path / "out", "--draft-vocab-size", 16, "--held-out", 0)
+    said = maps(tmp_path / "out")[2]
+    assert code == 0 and "held-out" not in out
+    assert said["held_out_tokens"] == 0 and said["held_out_coverage"] is None and {row["held_out"] for row in said["table"]} == {None}
+
+
+def test_counts_of_finished_files_are_not_kept(tmp_path, capsys):
+    """2.6 MB a file at Kimi's vocabulary: a run of ten million rows has a thousand files."""
+    data = responses(tmp_path / "responses", [[i] for i in range(60)], rows_per_part=1)
+    tracemalloc.start()
+    try:
+        assert build(capsys, data, tmp_path / "out", "--draft-vocab-size", 32, "--target-vocab-size", 163840)[0] == 0
+        assert tracemalloc.get_traced_memory()[1] < 90e6  # all of them: 157 MB
+    finally:
+        tracemalloc.stop()
 
 
 def test_as_a_process_twice_and_with_another_size(tmp_path):
