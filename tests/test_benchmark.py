@@ -761,8 +761,8 @@ def test_a_server_started_with_nohup_outlives_its_shell_and_ends_with_its_script
         "plain": {"command": ["{python}", str(tmp_path / "stand_in.py")], "flags": {"port": port}}}}))
     line = f"nohup {sys.executable} {ROOT / 'scripts/serve.py'} --config run.yaml --role plain --log server.log > serve.log 2>&1 & echo $!"
     shell = subprocess.Popen(["bash", "-c", f"{line}\nexec sleep 60"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    served, deadline = int(shell.stdout.readline()), time.monotonic() + 30
-    while " ready at " not in (tmp_path / "serve.log").read_text():
+    served, out, deadline = int(shell.stdout.readline()), tmp_path / "serve.log", time.monotonic() + 30
+    while not out.exists() or " ready at " not in out.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.1)
     shell.kill()
