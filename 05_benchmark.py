@@ -33,10 +33,11 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import Counter
 from pathlib import Path
-from typing import IO
+from typing import IO, Iterator
 
 import aiohttp
 import numpy as np
@@ -300,13 +301,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=1.0, metavar="F")
     add("--repeats", type=int, default=1, metavar="N", help="measure all N times, the order of the variants turned round each time")
     add("--warmup", type=int, default=4, metavar="N", help="unrecorded requests before each level")
-    add("--seed", type=int, default=0)
     add("--output-dir", type=Path, default=Path("report"), metavar="DIR")
     add("--sweep", action="store_true", help="with --launch: try --sweep-grid and name the best flags of each level")
     add("--sweep-grid", nargs="+", default=DEFAULT_SWEEP, metavar="STEPS,TOPK,DRAFTS")
     add("--doctor", action="store_true", help="compare the served acceptance with training's prediction and look for the cause of a gap")
     add("--run-dir", type=Path, metavar="DIR", help="for --doctor: holds responses/, vocab_mapping/, hidden_states/")
-    add("--near-tie", type=float, metavar="F", help="log-probability gap below which two answers may part; default 0.25, for float32 0.001")
     add("--usd-per-hour", type=float, metavar="F", help="price of the machine, for the cost of a million tokens")
     add("--api-key-env", metavar="VAR", help="environment variable with the servers' API key")
     add("--launch-timeout", type=float, default=3600, metavar="S")
@@ -318,11 +317,19 @@ MAY_CHANGE = {"base-url", "baseline-url", "api-key-env", "launch-timeout", "requ
 
 
 # ---- prompts ----
-def read_jsonl(path: Path) -> list[dict]:
+def jsonl_rows(path: Path) -> Iterator[dict]:
+    """The objects of a JSONL file, one at a time: a responses/ folder may be larger than the memory. Raises UserError."""
+    number = 0
     try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):  # not str.splitlines(): a text in it may hold U+2028 as it is
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError("no object")
+                    yield row
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSONL ({error}).") from None
+        raise UserError(f"{path}: not readable as JSONL (line {number}: {error}).") from None
 
 
 def read_ids(path: Path) -> set[str]:
@@ -333,21 +340,20 @@ def read_ids(path: Path) -> set[str]:
     try:
         return set(json.loads(text)["ids"])
     except (ValueError, TypeError, KeyError):
-        return set(text.split())
+        return {line.strip() for line in text.split("\n") if line.strip()}
 
 
-def collect_rows(args: argparse.Namespace) -> list[dict]:
+def collect_rows(args: argparse.Namespace) -> Iterator[dict]:
     """Rows {"id", "source", and "prompt_ids" | "messages" | "prompt"} from --prompts and --dataset, before --ids and --limit."""
-    rows = []
     for path in args.prompts or ([] if args.dataset else [Path(__file__).resolve().parent / "configs" / "bench_prompts"]):
         responses = sorted(path.glob("part-*.jsonl"))
         files = responses or sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files:
             raise UserError(f"{path}: no *.jsonl in it. Name prompts with --prompts or --dataset.")
         for file in files:
-            for row in read_jsonl(file):
+            for row in jsonl_rows(file):
                 source = str(row.get("source") or "responses") if responses else file.stem
-                rows.append({"source": source, **{key: row[key] for key in ("id", "prompt_ids", "messages", "prompt") if key in row}})
+                yield {"source": source, **{key: row[key] for key in ("id", "prompt_ids", "messages", "prompt") if key in row}}
     for spec in args.dataset:
         name, _, local = spec.partition("=")
         if name not in DATASETS:
@@ -361,15 +367,14 @@ def collect_rows(args: argparse.Namespace) -> list[dict]:
             raise UserError(f"--dataset {spec}: {' '.join(str(error).split())[:300]}. Offline, name a JSONL file: {name}=FILE.") from None
         for number, question in enumerate(questions):
             # of MT-Bench the first turn: the second one would hang on the answer to the first
-            rows.append({"id": f"{name}-{number}", "source": name, "prompt": question[0] if isinstance(question, list) else question})
-    return rows
+            yield {"id": f"{name}-{number}", "source": name, "prompt": question[0] if isinstance(question, list) else question}
 
 
 def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
     """[{"id", "source", "thinking", "prompt_ids"}]; the tokenizer is loaded only when something has to be rendered. Raises UserError."""
-    rows, wanted = collect_rows(args), read_ids(args.ids) if args.ids else None
-    kept, per_source, tokenizer, prompts = [], Counter(), None, []
-    for row in rows:
+    wanted = read_ids(args.ids) if args.ids else None
+    kept, read, per_source, tokenizer, prompts = [], 0, Counter(), None, []
+    for read, row in enumerate(collect_rows(args), 1):
         if not isinstance(row.get("id"), str) or not row.keys() & {"prompt_ids", "messages", "prompt"}:
             raise UserError(f"prompts of {row['source']}: a row needs a text `id` and `messages`, `prompt` or `prompt_ids`.")
         if wanted is None or row["id"] in wanted:
@@ -377,7 +382,7 @@ def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
             if args.limit is None or per_source[row["source"]] <= args.limit:
                 kept.append(row)
     if not kept:
-        raise UserError(f"--ids {args.ids}: none of its {len(wanted)} ids is among the {len(rows)} prompts." if wanted else
+        raise UserError(f"--ids {args.ids}: none of its {len(wanted)} ids is among the {read} prompts." if wanted else
                         "no prompts. Name some with --prompts or --dataset.")
     if any("prompt_ids" not in row for row in kept):
         from transformers import AutoTokenizer  # here: it takes seconds to import
@@ -392,7 +397,12 @@ def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
             continue
         for mode in args.thinking:
             suffix = f"@{mode}" if len(args.thinking) > 1 else ""
-            prompts.append({**about, "id": row["id"] + suffix, "thinking": mode, "prompt_ids": render(tokenizer, row, mode)})
+            try:
+                ids = render(tokenizer, row, mode)
+            except Exception as error:  # templates raise what they like
+                raise UserError(f"prompts of {row['source']}: the chat template refuses {row['id']!r} "
+                                f"({' '.join(str(error).split())[:300]}).") from None
+            prompts.append({**about, "id": row["id"] + suffix, "thinking": mode, "prompt_ids": ids})
     name, times = Counter(prompt["id"] for prompt in prompts).most_common(1)[0]
     if times > 1:
         raise UserError(f"prompts: the id {name!r} stands more than once. Ids must differ over all --prompts and --dataset.")
@@ -425,12 +435,26 @@ def call(url: str, headers: dict, body: dict | None = None, timeout: float = 60)
         return text
 
 
+def flush_cache(url: str, headers: dict) -> None:
+    """Empty the radix cache: else a level finds prompts of its warm-up and of the level before in it, and its TTFT is too good."""
+    try:
+        call(f"{url}/flush_cache?timeout=30", headers, {})  # the last step of the warm-up may still run
+    except (OSError, http.client.HTTPException) as error:
+        log(f"note: {url}/flush_cache: {error}; prompts may be cached from before")
+
+
+def drafter_hashes(folder: Path) -> dict[str, str]:
+    """What a drafter's figures hang on; one trained further differs in nothing but the bytes of its weights."""
+    return {name: sha256_file(folder / name) for name in ("config.json", "model.safetensors") if (folder / name).is_file()}
+
+
 def contact(url: str, variant: str, headers: dict, draft_path: Path | None, provenance: dict) -> dict:
     """SERVER_KEYS of a server that fits `variant`. Raises UserError: not there, with or without EAGLE3, other model, other drafter."""
     for route in ("/server_info", "/get_server_info"):  # the second: before 0.5.10
         try:
             info = call(url + route, headers)
-            break
+            if isinstance(info, dict) and "model_path" in info:
+                break
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
                 raise UserError(f"{url}: refuses the API key ({error.code}). Name its variable with --api-key-env.") from None
@@ -447,11 +471,14 @@ def contact(url: str, variant: str, headers: dict, draft_path: Path | None, prov
     if variant != "plain" and algorithm != "EAGLE3":
         raise UserError(f"{url}: runs without EAGLE3 (speculative_algorithm: {algorithm}). Start it with --speculative-algorithm EAGLE3.")
     there = Path(info.get("speculative_draft_model_path") or "")
-    if variant != "plain" and draft_path and there != Path() and (there / "config.json").is_file():
-        files = [[folder / name for folder in (there, draft_path)] for name in ("config.json", "model.safetensors")]
-        if any(not b.is_file() or a.stat().st_size != b.stat().st_size for a, b in files):
-            raise UserError(f"{url}: serves the drafter {there}, which is not --draft-path {draft_path}.")
+    elsewhere = variant != "plain" and draft_path and (there / "config.json").is_file() and there.resolve() != draft_path.resolve()
+    if elsewhere and drafter_hashes(there) != drafter_hashes(draft_path):
+        raise UserError(f"{url}: serves the drafter {there}, which is not --draft-path {draft_path}.")
     return {key: info.get(key) for key in SERVER_KEYS}
+
+
+class ServerGone(Exception):
+    """A server went away in the middle: one line, and exit code 1."""
 
 
 class Dropped(Exception):
@@ -507,7 +534,7 @@ async def stream_answer(session: aiohttp.ClientSession, url: str, body: bytes, i
 
 async def run_unit(url: str, prompts: list[dict], streams: int, sampling: dict, headers: dict, incremental: bool, timeout: float,
                    server: "Endpoints", label: str) -> tuple[list[dict], float]:
-    """All prompts, `streams` in flight at a time -> (records in prompt order, wall seconds). Raises UserError when the server is gone.
+    """All prompts, `streams` in flight at a time -> (records in prompt order, wall seconds). Raises ServerGone.
 
     One thread for all streams: with a thread a stream the same server gave 5,183 tok/s instead of 6,195 at 64 streams (H200).
     """
@@ -525,7 +552,7 @@ async def run_unit(url: str, prompts: list[dict], streams: int, sampling: dict, 
                 name = error.kind if isinstance(error, Dropped) else "timeout" if isinstance(error, TimeoutError) else \
                     "connection" if isinstance(error, (OSError, aiohttp.ClientError)) else type(error).__name__
                 records[number] = {"error": name, "message": str(error)[:300]}
-                gone = gone or name == "connection" and not await asyncio.to_thread(server.alive)
+                gone = gone or name in ("connection", "timeout") and not await asyncio.to_thread(server.alive)
 
     async def progress():
         while True:
@@ -540,7 +567,7 @@ async def run_unit(url: str, prompts: list[dict], streams: int, sampling: dict, 
         wall = time.perf_counter() - began
         reporter.cancel()
     if gone:
-        raise UserError(f"{server}: the server went away during {label}. Start it again; the same command goes on with this level.")
+        raise ServerGone(f"{server}: the server went away during {label}. Start it again; the same command goes on with this level.")
     return [{"id": prompt["id"], **records[number]} for number, prompt in enumerate(prompts)], wall
 
 
@@ -553,14 +580,24 @@ def log_progress(label: str, done: list[dict], total: int, spent: float) -> None
 
 
 class Power:
-    """Mean power of this machine's GPUs over a `with` block, in watts; None where nvidia-smi is not there or says nothing."""
+    """Mean power of this machine's GPUs over a `with` block, in watts; None where the server at `url` runs on another machine, or
+    nvidia-smi is not there or says nothing."""
+
+    def __init__(self, url: str):
+        self.watts, self.process = None, None
+        try:
+            with socket.socket() as probe:
+                probe.bind((urllib.parse.urlsplit(url).hostname, 0))  # only an address of this machine can be bound
+            self.here = True
+        except OSError:
+            self.here = False
 
     def __enter__(self):
-        self.watts, self.process = None, None
-        if shutil.which("nvidia-smi"):
-            self.out = tempfile.TemporaryFile("w+")
+        if self.here and shutil.which("nvidia-smi"):
+            self.out, libc = tempfile.TemporaryFile("w+"), ctypes.CDLL(None)
             self.process = subprocess.Popen(["nvidia-smi", "--query-gpu=index,power.draw", "--format=csv,noheader,nounits", "-lms", "500"],
-                                            stdout=self.out, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+                                            stdout=self.out, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+                                            preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))  # ends with this process, as servers do
         return self
 
     def __exit__(self, *_):
@@ -604,11 +641,11 @@ def acceptance(records: list[dict], steps: int = 0) -> dict | None:
             "histogram": total or None, "accept_by_position": [sum(total[k:]) / verify for k in range(1, len(total))] if total else None}
 
 
-def resampled(values: np.ndarray, statistic, seed: int) -> list[float] | None:
+def resampled(values: np.ndarray, statistic) -> list[float] | None:
     """95 % bootstrap interval of statistic(column sums) over the rows of `values` (N prompts, K); None for fewer than 5 prompts."""
     if len(values) < 5:
         return None
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     sums = np.stack([np.bincount(draw.integers(0, len(values), len(values)), minlength=len(values)) @ values for _ in range(BOOTSTRAP)])
     with np.errstate(divide="ignore", invalid="ignore"):
         return [float(value) for value in np.nanpercentile(statistic(sums.T), [2.5, 97.5])]
@@ -659,7 +696,7 @@ def paired(one: list[dict], other: list[dict]) -> list[tuple[dict, dict]]:
             if "error" not in r and (unit["repeat"], r["id"]) in answers]
 
 
-def speed_up(plain: list[dict], variant: list[dict], seed: int) -> dict:
+def speed_up(plain: list[dict], variant: list[dict]) -> dict:
     """Ratio of tok/s, with the interval over prompts. In a resample the sum of latencies stands for the wall time."""
     figures = [level_figures(units) for units in (plain, variant)]
     ratio = figures[1]["tok_s"] / figures[0]["tok_s"] if all(f["tok_s"] for f in figures) else None
@@ -674,7 +711,7 @@ def speed_up(plain: list[dict], variant: list[dict], seed: int) -> dict:
         return (s[2] / s[3]) / (s[0] / s[1])
 
     values = np.stack(list(sums.values()))
-    interval = resampled(values, statistic, seed)
+    interval = resampled(values, statistic)
     scale = ratio / statistic(values.sum(0))
     return {"speed_up": ratio, "interval": [bound * scale for bound in interval] if interval else None}
 
@@ -698,12 +735,12 @@ def same_text(plain: list[dict], variant: list[dict]) -> dict:
             "differences": differences}
 
 
-CONTEXT_BUCKETS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144]
+CONTEXT_BUCKETS = {f"<= {2 ** power}": 2 ** power for power in range(7, 19)} | {f"> {2 ** 18}": float("inf")}
 
 
 def context_bucket(record: dict) -> str:
     length = record["prompt_tokens"] + record["completion_tokens"]
-    return f"<= {next((edge for edge in CONTEXT_BUCKETS if length <= edge), 'more')}"
+    return next(name for name, edge in CONTEXT_BUCKETS.items() if length <= edge)
 
 
 def grouped(records: list[dict], key, steps: int) -> dict[str, dict]:
@@ -715,24 +752,34 @@ def grouped(records: list[dict], key, steps: int) -> dict[str, dict]:
     return {name: accept for name, accept in found.items() if accept}
 
 
-def prediction_check(prediction: dict | None, records: list[dict], seed: int) -> dict | None:
-    """Training's predicted accept_length beside the served one, on the validation samples among `records` (one level's), else on all."""
+def prediction_check(prediction: dict | None, records: list[dict], server: dict, temperature: float) -> dict | None:
+    """Training's predicted accept_length beside the served one, on the validation samples among `records` (one level's), else on all.
+
+    None where the two are different things: the prediction is for greedy answers and one chain of so many drafts.
+    """
     predicted, known = (prediction or {}).get("accept_length"), (prediction or {}).get("samples") or {}
     counted = [record for record in records if record.get("spec")]
     same = [record for record in counted if record["id"] in known]
     served = acceptance(same or counted)
-    if not predicted or not served:
+    chain = (prediction or {}).get("num_steps"), 1
+    if not predicted or not served or temperature or chain != (server.get("speculative_num_steps"), server.get("speculative_eagle_topk")):
         return None
     # served and predicted counts of one sample stay together in a resample: what the samples differ by is no gap
-    values = np.array([[r["spec"]["correct_drafts"] - beyond_answer(r), r["spec"]["verify_steps"], *(known[r["id"]] if same else (1, 0))]
-                       for r in same or counted], float)  # correct and verify served; verify and correct predicted
+    sums, equal, as_long = {}, 0, 0
+    for r in same or counted:
+        verify, correct = known[r["id"]] if same else (0, 0)
+        here = r["spec"]["verify_steps"], r["spec"]["correct_drafts"] - beyond_answer(r)
+        equal += here == (verify, correct)
+        as_long += r["completion_tokens"] - verify - correct in (0, 1)  # the last step may emit one token less than it counts
+        sums[r["id"]] = sums.get(r["id"], 0) + np.array([*here, verify, correct], float)
+    values = np.stack(list(sums.values()))
     if same:
-        verify, correct = (sum(known[record["id"]][i] for record in same) for i in (0, 1))
-        predicted = 1 + correct / max(1, verify)
+        predicted = 1 + values[:, 3].sum() / max(1, values[:, 2].sum())
     value = served["accept_length_in_answer"]
-    return {"predicted": predicted, "served": value, "ratio": value / predicted, "answers": len(values), "of_validation": bool(same),
-            "interval": resampled(values, lambda s: (1 + s[0] / s[1]) / (1 + s[3] / s[2] if same else predicted), seed),  # of the ratio
-            "equal_answers": sum(list(row[:2]) == list(row[:1:-1]) for row in values) if same else 0,
+    return {"predicted": predicted, "served": value, "ratio": value / predicted,
+            "answers": len(same or counted), "of_validation": bool(same),
+            "interval": resampled(values, lambda s: (1 + s[1] / s[0]) / (1 + s[3] / s[2] if same else predicted)),  # of the ratio
+            "equal_answers": equal, "as_long_answers": as_long,
             "predicted_by_position": prediction.get("accept_by_position"), "served_by_position": served["accept_by_position"]}
 
 
@@ -754,7 +801,7 @@ def build_report(units: list[dict], prompts: list[dict], provenance: dict, confi
             if usd_per_hour and figures["tok_s"]:
                 figures["usd_per_million_tokens"] = usd_per_hour / 3600 / figures["tok_s"] * 1e6
             if variant != "plain" and of.get(("plain", level)):
-                figures |= speed_up(of["plain", level], of[variant, level], config["seed"])
+                figures |= speed_up(of["plain", level], of[variant, level])
                 base = row["plain"]["decode_step_s"]
                 # what one verify step costs in plain steps; the emitted tokens a step above which speculation pays
                 figures["break_even"] = figures["decode_step_s"] / base if base and figures["decode_step_s"] else None
@@ -774,9 +821,9 @@ def build_report(units: list[dict], prompts: list[dict], provenance: dict, confi
             "accept": acceptance(records, steps[variant]),
             "by_source": grouped(records, lambda r: about[r["id"]]["source"], steps[variant]),
             "by_thinking": grouped(records, lambda r: about[r["id"]]["thinking"], steps[variant]),
-            "by_context": dict(sorted(grouped(records, context_bucket, steps[variant]).items(), key=lambda item: (len(item[0]), item[0]))),
+            "by_context": dict(sorted(grouped(records, context_bucket, steps[variant]).items(), key=lambda item: CONTEXT_BUCKETS[item[0]])),
             "prediction": prediction_check(provenance.get("prediction"), [r for unit in of[variant, levels[0]] for r in unit["requests"]],
-                                           config["seed"])}
+                                           servers.get(variant, {}), config["temperature"])}
     report["verdict"] = verdict(report)
     return report
 
@@ -795,6 +842,9 @@ def verdict(report: dict) -> dict[str, str]:
         word = "serve it" if low > 1 else "do not serve it: slower" if high < 1 else \
             "undecided: the interval holds 1.00, measure more prompts or repeats"
         said[level] = f"{name}: {word} ({figures['speed_up']:.2f}x" + (f", 95 % interval {low:.2f} to {high:.2f})" if interval else ")")
+        for variant in ("plain", name):
+            failed, requests = sum(row[variant]["failed"].values()), row[variant]["requests"]
+            said[level] += f"; {failed} of {requests} requests of {variant} failed: look at them first" if failed else ""
     return said
 
 
@@ -849,9 +899,13 @@ def level_remarks(level: str, variant: str, f: dict, version: str | None) -> lis
         said.append(f"{f['usd_per_million_tokens']:.2f} USD a million output tokens.")
     if f.get("same_text_as_itself") is not None:
         said.append(f"the plain server repeats its own answers in {f['same_text_as_itself']:.1%} of cases: the noise floor of `same text`.")
-    for d in (f.get("same_text") or {}).get("differences", [])[:10]:
+    differences = sorted((f.get("same_text") or {}).get("differences", []), key=lambda d: d.get("kind") != "fault")
+    if differences:
+        kinds = count(d.get("kind", "not probed") for d in differences)
+        said.append(f"{len(differences)} answers part ({', '.join(f'{kind} {n}' for kind, n in kinds.items())}); of those:")
+    for d in differences[:10]:
         gap, (one, other) = f", {d['gap']:.4f} apart in log-probability" if "gap" in d else "", d["tokens"]
-        said.append(f"{d['id']} parts at token {d['position']}: plain {one}, speculative {other}{gap}: {d.get('kind', 'not probed')}.")
+        said.append(f"{d['id']} parts at token {d['position']}: plain {one}, {variant} {other}{gap}: {d.get('kind', 'not probed')}.")
     return [f"- {level} stream(s), {variant}: {sentence}" for sentence in said]
 
 
@@ -1033,8 +1087,15 @@ def probe_difference(url: str, headers: dict, prompt: dict, common: list[int], t
         return {"kind": "one answer is the beginning of the other"}
     body = {"input_ids": prompt["prompt_ids"] + common, "return_logprob": True, "token_ids_logprob": tokens,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
-    answer = call(f"{url}/generate", headers, body, timeout=600)
-    told = {row[1]: row[0] for row in answer["meta_info"]["output_token_ids_logprobs"][0]}
+    try:
+        answer = call(f"{url}/generate", headers, body, timeout=600)
+        told = {row[1]: row[0] for row in answer["meta_info"]["output_token_ids_logprobs"][0]}
+    except urllib.error.HTTPError as error:
+        return {"kind": f"not probed: http {error.code}"}
+    except (KeyError, TypeError, IndexError):
+        return {"kind": "not probed: this server gives no log-probabilities"}
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerGone(f"{url}: the server went away during the probes ({error}). Start it again; the same command goes on.") from None
     gap = abs(told[tokens[0]] - told[tokens[1]])
     return {"gap": gap, "kind": "near-tie" if gap <= near_tie else "fault", "logprobs": [told[token] for token in tokens]}
 
@@ -1050,16 +1111,21 @@ DRAFT_WEIGHTS = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", *(f"midlay
 
 
 def tensor_index(path: Path) -> dict[str, dict]:
-    """{name: {"dtype", "shape", "at": (file, first byte, last byte)}} of a safetensors file or of a folder of shards."""
+    """{name: {"dtype", "shape", "at": (file, first byte, last byte)}} of a safetensors file or of a folder of shards. Raises Unchecked."""
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise Unchecked(f"{path} holds no safetensors")
     found = {}
     for file in files:
-        with open(file, "rb") as stream:
-            size = struct.unpack("<Q", stream.read(8))[0]
-            header = json.loads(stream.read(size))
+        try:
+            with open(file, "rb") as stream:
+                size = struct.unpack("<Q", stream.read(8))[0]
+                header = json.loads(stream.read(size))
+        except (struct.error, ValueError, MemoryError, OverflowError):
+            raise Unchecked(f"{file} is no safetensors file") from None
         header.pop("__metadata__", None)
+        if 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0) > file.stat().st_size:
+            raise Unchecked(f"{file} is cut short")
         for name, entry in header.items():
             first, last = entry["data_offsets"]
             found[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "at": (file, 8 + size + first, 8 + size + last)}
@@ -1081,8 +1147,11 @@ class Facts:
 
     def __init__(self, draft_path: Path, provenance: dict, server: dict | None, run_dir: Path | None, prompts: list[dict]):
         self.config, self.provenance = json.loads((draft_path / "config.json").read_text()), provenance
-        self.weights, self.prompts = tensor_index(draft_path / "model.safetensors"), prompts
-        self._server, self._run_dir = server, run_dir
+        try:
+            self.weights = tensor_index(draft_path / "model.safetensors")
+        except Unchecked as why:
+            raise UserError(f"--doctor: {why}. Export or copy it again.") from None
+        self.prompts, self._server, self._run_dir = prompts, server, run_dir
 
     @property
     def server(self) -> dict:
@@ -1122,6 +1191,8 @@ def served_layers(facts: Facts) -> list[int]:
 
 
 def check_capture_layers(facts: Facts):
+    if not (facts.config.get("eagle_config") or {}).get("use_aux_hidden_state", True):
+        return "eagle_config.use_aux_hidden_state is false, so the draft is fed the final state and skips fc.", "Write true."
     if "eagle_aux_hidden_state_layer_ids" not in (facts.config.get("eagle_config") or {}):
         return None  # check_eagle_config's case
     served, trained = served_layers(facts), facts.trained("capture_layers")
@@ -1164,7 +1235,7 @@ def check_rope(facts: Facts):
 
 def check_max_positions(facts: Facts):
     served = facts.server["context_length"] or facts.target_config["max_position_embeddings"]
-    has = facts.config["max_position_embeddings"]
+    has = facts.config.get("max_position_embeddings", 2048)  # transformers' default
     if has < served:
         return (f"max_position_embeddings is {has}, the server takes contexts of {served}.",
                 f"Write at least {served} (the weights do not depend on it), or serve with --context-length {has}.")
@@ -1179,12 +1250,19 @@ def trained_map(facts: Facts) -> np.ndarray:
     return np.load(path) if path.is_file() else facts.lacks(f"{path} is not there")
 
 
+def is_trained_map(facts: Facts, d2t: np.ndarray) -> bool:
+    """Whether these offsets are those it was trained with: by their hash in eagle3.json, else by the run's vocab_mapping."""
+    known = facts.provenance.get("d2t_sha256")
+    return hashlib.sha256(d2t.astype("<i8").tobytes()).hexdigest() == known if known else np.array_equal(d2t, trained_map(facts))
+
+
 def check_d2t_offset(facts: Facts):
     d2t, remedy = draft_map(facts), "Store offsets: d2t[i] = target_id - i."
     ids = d2t + np.arange(len(d2t))  # what SGLang reads
     with contextlib.suppress(Unchecked):
-        truth = trained_map(facts)
-        if len(truth) == len(d2t) and np.array_equal(d2t, truth + np.arange(len(truth))) and truth.any():
+        if is_trained_map(facts, d2t):
+            return None
+        if is_trained_map(facts, d2t - np.arange(len(d2t))):
             return "d2t holds target ids; SGLang adds the draft id to each, so every token is shifted.", remedy
     if ids.max() >= facts.config["vocab_size"] or (np.diff(ids) < 1).any():
         return (f"read as offsets, as SGLang does, d2t leads to ids up to {ids.max()} of {facts.config['vocab_size']}, "
@@ -1193,16 +1271,14 @@ def check_d2t_offset(facts: Facts):
 
 def check_vocabulary_map(facts: Facts):
     d2t = draft_map(facts)
-    if check_d2t_offset(facts):
-        return None  # that is the cause to name
-    if facts.provenance.get("d2t_sha256") not in (None, hashlib.sha256(d2t.astype("<i8").tobytes()).hexdigest()):
+    if check_d2t_offset(facts) or is_trained_map(facts, d2t):
+        return None  # the first is check_d2t_offset's case
+    if facts.provenance.get("d2t_sha256"):
         return "its d2t is not the one it was trained with.", "Export again."
     truth = trained_map(facts)
-    if len(d2t) != len(truth):
-        return f"the drafter has {len(d2t)} tokens, the run's vocab_mapping {len(truth)}.", "Export again, or name its own run."
-    if not np.array_equal(d2t, truth):
-        same = np.isin(d2t + np.arange(len(d2t)), truth + np.arange(len(truth))).mean()
-        return f"its d2t is not the run's vocab_mapping ({same:.0%} of its tokens are in it).", "Train and export with one map."
+    same = np.isin(d2t + np.arange(len(d2t)), truth + np.arange(len(truth))).mean()
+    return (f"its d2t ({len(d2t)} tokens) is not the run's vocab_mapping ({len(truth)} tokens; {same:.0%} of the drafter's are in it).",
+            "Train and export with one map, or name the drafter's own run with --run-dir.")
 
 
 def check_embedding(facts: Facts):
@@ -1241,13 +1317,17 @@ def check_norm_output(facts: Facts):
 
 
 def check_template(facts: Facts):
-    part = next(iter(sorted(facts.folder("responses").glob("part-*.jsonl"))), None) or facts.lacks("responses/ holds no part-*.jsonl")
-    with open(part) as file:
-        ends = {tuple(json.loads(line)["prompt_ids"][-2:]) for line, _ in zip(file, range(2000))}
-    odd = [prompt["prompt_ids"][-2:] for prompt in facts.prompts if tuple(prompt["prompt_ids"][-2:]) not in ends]
-    if odd:
-        return (f"{len(odd)} of {len(facts.prompts)} prompts end in tokens {odd[0]}, the training prompts in "
-                f"{', '.join(map(str, map(list, sorted(ends)[:3])))}.", "Use the training data's --thinking mode and chat template.")
+    parts = sorted(facts.folder("responses").glob("part-*.jsonl")) or facts.lacks("responses/ holds no part-*.jsonl")
+    ends, unseen = set(), {tuple(prompt["prompt_ids"][-2:]) for prompt in facts.prompts}
+    for row in (row for part in parts for row in jsonl_rows(part)):  # not the first rows only: sorted by id, one mode may follow the other
+        end = tuple(row["prompt_ids"][-2:])
+        ends.add(end)
+        unseen.discard(end)
+        if not unseen:
+            return None
+    odd = [prompt["prompt_ids"][-2:] for prompt in facts.prompts if tuple(prompt["prompt_ids"][-2:]) in unseen]
+    return (f"{len(odd)} of {len(facts.prompts)} prompts end in tokens {odd[0]}, the training prompts in "
+            f"{', '.join(map(str, map(list, sorted(ends)[:3])))}.", "Use the training data's --thinking mode and chat template.")
 
 
 def check_weights(facts: Facts):
@@ -1256,6 +1336,15 @@ def check_weights(facts: Facts):
     if missing or unknown:
         return (f"missing {missing}, unknown {unknown}: SGLang drops unknown names and leaves missing weights as they come, in silence.",
                 "Export again.")
+    config, rows = facts.config, {name: entry["shape"][0] for name, entry in facts.weights.items()}
+    head_dim = rows["midlayer.self_attn.q_proj.weight"] // config["num_attention_heads"]
+    wanted = {"midlayer.self_attn.k_proj.weight": ("num_key_value_heads", head_dim),
+              "midlayer.mlp.gate_proj.weight": ("intermediate_size", 1),
+              "fc.weight": ("hidden_size", 1), "lm_head.weight": ("draft_vocab_size", 1), "d2t": ("draft_vocab_size", 1)}
+    wrong = [f"{name} has {rows[name]} rows, {key} is {config[key]}"
+             for name, (key, each) in wanted.items() if rows[name] != config[key] * each]
+    if wrong:
+        return f"{'; '.join(wrong)}.", "Mend config.json, or export again."
 
 
 # cause, check: None | (finding, remedy); raises Unchecked
@@ -1275,6 +1364,9 @@ def examine(facts: Facts) -> tuple[list[dict], dict[str, str]]:
         except Unchecked as why:
             unchecked[cause] = str(why)
             continue
+        except (KeyError, TypeError) as error:  # a key of config.json, a weight, or what this server does not tell
+            unchecked[cause] = f"what it looks at is missing ({error})"
+            continue
         if found:
             findings.append({"cause": cause, "finding": found[0], "remedy": found[1]})
     return findings, unchecked
@@ -1287,13 +1379,19 @@ def diagnose(facts: Facts, accept: dict | None, check: dict | None) -> dict:
         findings.append({"cause": "accept_length exactly 1.00",
                          "finding": f"not one draft was right in {accept['verify_steps']} verify steps, and no listed cause explains it.",
                          "remedy": "If training's own cond_acc was good, compare one drafted token by hand."})
-    gap, summary = None, "No comparison with training: it needs eagle3.json's prediction and answers with speculative counts."
+    gap, summary = None, ("No comparison with training: it needs eagle3.json's prediction, temperature 0, and answers with speculative "
+                          "counts from a server with topk 1 and the predicted number of draft steps.")
     if check:
         low, high = check["interval"] or (check["ratio"],) * 2
-        gap = not 0.97 <= check["ratio"] <= 1.03 and not low <= 1 <= high
-        whose = "its validation samples" if check["of_validation"] else "other prompts"
+        if check["of_validation"]:
+            gap = not 0.97 <= check["ratio"] <= 1.03 and not low <= 1 <= high
+        word = f"its validation samples: {'a gap' if gap else 'no gap'}" if check["of_validation"] else \
+            "other prompts, which proves neither a gap nor none"
         summary = (f"Training predicted an accept_length of {check['predicted']:.3f}, serving gives {check['served']:.3f} on "
-                   f"{check['answers']} answers to {whose}: {'a gap' if gap else 'no gap'}.")
+                   f"{check['answers']} answers to {word}.")
+        if gap and check["as_long_answers"] < 0.9 * check["answers"]:
+            summary += (f" But {check['answers'] - check['as_long_answers']} answers are not as long as the sample, so they are other "
+                        "texts (another temperature or --max-tokens than in 01): the comparison is rough.")
     found = f"Found: {', '.join(f['cause'] for f in findings)}." if findings else "Healthy." if gap is False else "No cause found."
     return {"summary": f"{summary} {found}", "gap": gap, "findings": findings, "unchecked": unchecked}
 
@@ -1349,8 +1447,14 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError("--doctor examines a drafter: name it with --draft-path.")
     if args.sweep and not args.launch:
         raise UserError("--sweep restarts the server with other flags, so it needs --launch.")
-    if min(args.concurrency) < 1 or args.max_tokens < 1 or args.repeats < 1:
-        raise UserError("--concurrency, --max-tokens and --repeats must be at least 1.")
+    if min(args.concurrency) < 1 or args.max_tokens < 1 or args.repeats < 1 or args.warmup < 0:
+        raise UserError("--concurrency, --max-tokens and --repeats must be at least 1, --warmup at least 0.")
+    for flag, values in (("concurrency", args.concurrency), ("sweep-grid", args.sweep_grid)):
+        if len(set(values)) < len(values):
+            raise UserError(f"--{flag}: a value stands twice in {' '.join(map(str, values))}. Use --repeats to measure it again.")
+    for flag, url in (("base-url", args.base_url), ("baseline-url", args.baseline_url)):
+        if url and not url.startswith(("http://", "https://")):
+            raise UserError(f"--{flag}: {url!r} is no URL, as in http://127.0.0.1:30000.")
 
 
 def main(argv: list[str]) -> None:
@@ -1367,6 +1471,9 @@ def main(argv: list[str]) -> None:
     variants += sweep_variants(args.sweep_grid) if args.sweep else [("speculative", {})]
     try:
         measure_and_report(args, endpoints, headers, variants, provenance)
+    except ServerGone as error:
+        print(f"{STAGE}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     finally:
         endpoints.close()
 
@@ -1386,11 +1493,10 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
                 raise UserError(f"servers.speculative serves the drafter {served or '(none)'}, --draft-path names {args.draft_path}. "
                                 "Make them equal.")
     prompts = load_prompts(args, tokenizer_path)
-    config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else [str(v) if isinstance(v, Path) else v for v in value]
-              if isinstance(value, list) else value for key, value in vars(args).items()}
-    weights = args.draft_path / "model.safetensors" if args.draft_path else None
+    config = json.loads(json.dumps({key.replace("_", "-"): value for key, value in vars(args).items()}, default=str))
     inputs = {"prompts": hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest(),
-              **({"draft": sha256_file(weights)} if weights and weights.is_file() else {})}
+              "prediction": hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest(),
+              **(drafter_hashes(args.draft_path) if args.draft_path else {})}
     lock = open_stage(args.output_dir, {**config, "inputs": inputs, "servers": endpoints.servers if args.launch else None}, MAY_CHANGE)
     log(f"config {json.dumps(config)}")
     log(f"inputs {json.dumps(inputs)}")
@@ -1411,9 +1517,15 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
         if len(prompts) < 2 * level:
             log(f"note: {len(prompts)} prompts at {level} streams: the ramp up and down is a large part of that level's tok/s")
 
-    def examined(variant: str, found: dict) -> dict:
-        facts, about = Facts(args.draft_path, provenance, servers.get(variant), args.run_dir, prompts), found["variants"].get(variant, {})
-        return diagnose(facts, about.get("accept"), about.get("prediction"))
+    def examined(found: dict) -> dict:
+        """Of the variant that training's prediction is about, else of the last one."""
+        variant = next((v for v, about in found["variants"].items() if about["prediction"]), variants[-1][0])
+        about, server = found["variants"].get(variant, {}), servers.get(variant)
+        if args.launch and not server:  # not met yet: what its command says
+            argv = server_command(*endpoints.role(*variants[-1]))[0]
+            length = flag_value(argv, "--context-length", "")
+            server = {"model_path": flag_value(argv, "--model-path", ""), "context_length": int(length) if length.isdigit() else None}
+        return diagnose(Facts(args.draft_path, provenance, server, args.run_dir, prompts), about.get("accept"), about.get("prediction"))
 
     def report(plots: bool) -> dict:
         found = build_report(units, prompts, provenance, config, servers, probes, args.usd_per_hour)
@@ -1422,14 +1534,14 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
             found["sweep"] = {level: best_flags(row, {v: server_command(*endpoints.role(v, flags)) for v, flags in variants})
                               for level, row in found["levels"].items()}
         if args.doctor:
-            found["doctor"] = examined(variants[-1][0], found)
+            found["doctor"] = examined(found)
         drawn = draw_plots(found, args.output_dir) if plots else []
         write_atomic(args.output_dir / "report.json", json.dumps(found, indent=1) + "\n")
         write_atomic(args.output_dir / "report.md", report_markdown(found, drawn))
         return found
 
     if args.doctor:  # before any server runs: a faulty folder may keep it from starting
-        for finding in examined(variants[-1][0], {"variants": {}})["findings"]:
+        for finding in examined({"variants": {}})["findings"]:
             log(f"doctor: {finding['cause']}: {finding['finding']} {finding['remedy']}")
 
     # 2. measure, unit by unit
@@ -1452,16 +1564,12 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
                 append_rows(raw, [{"kind": "server", "variant": variant, "info": info}])
             servers[variant] = info
             log(f"{variant} at {url} | " + " | ".join(f"{key} {value}" for key, value in info.items() if value is not None))
-        try:
-            call(f"{url}/flush_cache", headers, {})  # else the second level would find the first one's prompts in the radix cache
-        except (OSError, http.client.HTTPException) as error:
-            log(f"note: {url}/flush_cache: {error}; prompts may be cached from the level before")
         label, warm = f"{variant} c{level} r{repeat}", prompts[:min(args.warmup, len(prompts))]
         run = (headers, bool(servers[variant]["incremental_streaming_output"]), args.request_timeout, endpoints)
         if warm:
             asyncio.run(run_unit(url, warm, level, {**sampling, "max_new_tokens": min(16, args.max_tokens)}, *run, f"{label} warm-up"))
-            call(f"{url}/flush_cache", headers, {})
-        with Power() as power:
+        flush_cache(url, headers)
+        with Power(url) as power:
             requests, wall = asyncio.run(run_unit(url, prompts, level, sampling, *run, label))
         key = {"variant": variant, "level": level, "repeat": repeat}
         if all("error" in request for request in requests):
@@ -1491,8 +1599,7 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
                 continue
             variant = endpoints.variant or "plain"
             url = endpoints.use(variant, dict(variants)[variant])
-            half = servers["plain"]["dtype"] != "float32"
-            near_tie = args.near_tie if args.near_tie is not None else 0.25 if half else 1e-3
+            near_tie = 1e-3 if servers["plain"]["dtype"] == "float32" else 0.25  # log-probability gap below which two answers may part
             common = answers[difference["id"]]["output_ids"][:difference["position"]]
             probes[key] = probe_difference(url, headers, about[difference["id"]], common, difference["tokens"], near_tie)
             append_rows(raw, [{"kind": "probe", "key": key, **probes[key]}])

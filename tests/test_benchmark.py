@@ -1,6 +1,7 @@
 """05: figures by hand, every fault of a drafter folder found and none on a healthy one, and whole runs on the real engine."""
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -48,7 +49,7 @@ def make_drafter(folder: Path, tokens) -> Path:
               "eagle_config": {"eagle_aux_hidden_state_layer_ids": CAPTURE_LAYERS, "use_aux_hidden_state": True}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "eagle3.json").write_text(json.dumps({"target": TINY_KIMI.name, "capture_layers": CAPTURE_LAYERS, "config": config,
-                                                    "prediction": {"accept_length": 1.5, "accept_by_position": [0.3, 0.15, 0.05]}}))
+                                                    "prediction": {"num_steps": 3, "accept_length": 1.5, "accept_by_position": [0.3, 0.15, 0.05]}}))
     return folder
 
 
@@ -104,10 +105,10 @@ def units_of(variant, seconds, ids):
 
 def test_speed_up_its_interval_and_same_text():
     plain, fast = units_of("plain", 1.0, lambda n: [n] * 10), units_of("speculative", 0.5, lambda n: [n] * 10 if n else [0] * 6 + [7] * 4)
-    found = bench.speed_up(plain, fast, seed=0)
+    found = bench.speed_up(plain, fast)
     assert found["speed_up"] == pytest.approx(2) and found["interval"] == pytest.approx([2, 2])  # each prompt is twice as fast: no spread
     fast[0]["requests"][3]["latency_s"] *= 3
-    low, high = bench.speed_up(plain, fast, seed=0)["interval"]
+    low, high = bench.speed_up(plain, fast)["interval"]
     assert low < high
     text = bench.same_text(plain, fast)
     assert (text["compared"], text["equal"], text["share"]) == (8, 7, 7 / 8)
@@ -123,12 +124,29 @@ def test_failed_requests_are_counted_and_not_averaged():
 
 
 def test_verdict_follows_the_interval():
-    def said(speed, interval):
-        return bench.verdict({"levels": {"1": {"plain": {}, "speculative": {"speed_up": speed, "interval": interval}}}})["1"]
+    def said(speed, interval, failed={}):
+        rows = {"plain": {"failed": {}, "requests": 9}, "speculative": {"speed_up": speed, "interval": interval, "failed": failed, "requests": 9}}
+        return bench.verdict({"levels": {"1": rows}})["1"]
 
     assert "serve it (1.40x" in said(1.4, [1.2, 1.6]) and "do not" not in said(1.4, [1.2, 1.6])
     assert "do not serve it" in said(0.66, [0.6, 0.7])
-    assert "undecided" in said(1.02, [0.9, 1.1])
+    assert "undecided" in said(1.02, [0.9, 1.1]) and "failed" not in said(1.02, [0.9, 1.1])
+    assert said(1.4, [1.2, 1.6], {"http 500": 2, "cut": 1}).endswith("; 3 of 9 requests of speculative failed: look at them first")
+
+
+def test_faults_come_first_among_the_differences_and_all_are_counted():
+    differences = [{"id": f"p{n}", "position": n, "tokens": [1, 2], "kind": "near-tie", "gap": 0.01} for n in range(11)]
+    differences += [{"id": "bad", "position": 3, "tokens": [1, 2], "kind": "fault", "gap": 9.0}, {"id": "late", "position": 3, "tokens": [1, 2]}]
+    figures = bench.level_figures(units_of("speculative", 1.0, lambda n: [n] * 10)) | {"same_text": {"differences": differences}}
+    spoken = bench.level_remarks("8", "steps1", figures, "")
+    assert "13 answers part (fault 1, near-tie 11, not probed 1)" in spoken[1] and len(spoken) == 12
+    assert "bad parts at token 3: plain 1, steps1 2, 9.0000 apart in log-probability: fault" in spoken[2]
+
+
+def test_contexts_of_any_length_stand_in_order():
+    names = [bench.context_bucket({"prompt_tokens": length, "completion_tokens": 1}) for length in (100, 127, 128, 9000, 200_000, 300_000)]
+    assert names == ["<= 128", "<= 128", "<= 256", "<= 16384", "<= 262144", "> 262144"]
+    assert list(bench.CONTEXT_BUCKETS)[-2:] == ["<= 262144", "> 262144"]
 
 
 def test_absent_metrics_and_energy_are_said():
@@ -146,13 +164,30 @@ def test_power_is_the_sum_over_gpus_of_their_means(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\nprintf '0, 100.0\\n1, [N/A]\\n2, 50.0\\n0, 300.0\\n2, 50'\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with bench.Power() as power:
+    with bench.Power("http://127.0.0.1:1") as power, bench.Power("http://192.0.2.1:1") as elsewhere:
         time.sleep(0.5)
-    assert power.watts == pytest.approx(250)
+    assert power.watts == pytest.approx(250) and elsewhere.watts is None  # these GPUs are not that server's
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with bench.Power() as power:
+    with bench.Power("http://127.0.0.1:1") as power:
         pass
     assert power.watts is None
+
+
+def test_the_power_meter_ends_with_a_killed_benchmark(tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    code = ("import importlib, time; power = importlib.import_module('05_benchmark').Power('http://127.0.0.1').__enter__(); "
+            "print(power.process.pid, flush=True); time.sleep(60)")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                               env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    meter = Path("/proc", process.stdout.readline().strip())
+    assert meter.exists()
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 5
+    while meter.exists() and "Z" not in (meter / "stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "nvidia-smi outlived the benchmark"
+        time.sleep(0.05)
 
 
 def test_a_torn_end_of_raw_is_cut_off(tmp_path):
@@ -198,16 +233,47 @@ def test_data_sets_by_name_from_a_local_copy(tmp_path, name, row, text):
 
 def test_bad_prompts_are_one_line(tmp_path):
     path = tmp_path / "p.jsonl"
-    for text, why in (('{"id": "a"}\n', "a row needs"), ('{"id": "a", "prompt_ids": [1]}\n' * 2, "more than once"), ("{", "not readable")):
+    for text, why in (('{"id": "a"}\n', "a row needs"), ('{"id": "a", "prompt_ids": [1]}\n' * 2, "more than once"), ("{", "not readable"),
+                      ('{"id": "a", "prompt_ids": [1]}\n[1]\n', "line 2: no object"), ('{"id": "a", "messages": 7}\n', "refuses 'a'")):
         path.write_text(text)
         with pytest.raises(bench.UserError, match=why):
-            bench.load_prompts(prompt_args(prompts=[path]), "")
+            bench.load_prompts(prompt_args(prompts=[path]), str(TINY_KIMI))
     (tmp_path / "ids").write_text("nobody")
     path.write_text('{"id": "a", "prompt_ids": [1]}\n')
     with pytest.raises(bench.UserError, match="none of its 1 ids"):
         bench.load_prompts(prompt_args(prompts=[path], ids=tmp_path / "ids"), "")
     with pytest.raises(bench.UserError, match="unknown; known: mt-bench"):
         bench.load_prompts(prompt_args(dataset=["nonsense"]), "")
+
+
+def test_line_separators_in_texts_and_spaces_in_ids_are_no_borders(tmp_path):
+    (tmp_path / "part-00000.jsonl").write_text('{"id": "a b", "prompt_ids": [1], "content": "one\u2028two\u0085three"}\n{"id": "a", "prompt_ids": [2]}\n')
+    (tmp_path / "ids").write_text("a b\n")
+    found = bench.load_prompts(prompt_args(prompts=[tmp_path], ids=tmp_path / "ids"), "")
+    assert [prompt["prompt_ids"] for prompt in found] == [[1]]
+
+
+@pytest.mark.parametrize("argv, why", [
+    (["--base-url", "host:30000"], "is no URL"), (["--base-url", "http://h", "--concurrency", "8", "1", "8"], "a value stands twice"),
+    (["--base-url", "http://h", "--warmup", "-1"], "--warmup at least 0")])
+def test_bad_flags_are_one_line(argv, why):
+    with pytest.raises(bench.UserError, match=why):
+        bench.main(argv)
+
+
+def test_a_drafter_that_changed_is_not_mixed_into_a_begun_report(tmp_path):
+    drafter, prompts = make_drafter(tmp_path / "draft", range(9)), tmp_path / "p.jsonl"
+    prompts.write_text('{"id": "a", "prompt_ids": [1]}\n')
+    argv = ["--base-url", f"http://127.0.0.1:{free_port()}", "--draft-path", str(drafter), "--prompts", str(prompts), "--tokenizer", "none",
+            "--output-dir", str(tmp_path / "report")]
+    for name in (None, "config.json", "eagle3.json"):
+        before = (drafter / name).read_text() if name else None
+        if name:
+            (drafter / name).write_text(json.dumps(json.loads(before) | {"capture_layers": [1, 2, 3]}))
+        with pytest.raises(bench.UserError, match="begun with another config" if name else "no SGLang answers"):
+            bench.main(argv)
+        if name:
+            (drafter / name).write_text(before)
 
 
 def test_sweep_grid_is_checked():
@@ -228,7 +294,7 @@ class Rude(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        kind = body["input_ids"][0]
+        kind = body["input_ids"][0] if "input_ids" in body else 1
         if kind == 1:
             self.send_response(500)
             self.send_header("Content-Length", "6")
@@ -237,6 +303,9 @@ class Rude(BaseHTTPRequestHandler):
             return
         if kind == 2:
             self.close_connection = True
+            return
+        if kind == 7:
+            time.sleep(1)  # longer than the client waits
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
@@ -284,10 +353,52 @@ def test_every_bad_answer_is_a_failed_request_of_its_kind():
     assert "broken" in records[1]["message"] and "out of memory" in records[3]["message"] and wall > 0
     records, _ = asyncio.run(bench.run_unit(url, [{"id": "6", "prompt_ids": [6]}], 1, {}, {}, True, 10, Alive(url), "test"))
     assert records[0]["output_ids"] == [8, 9]
+    hangs = [{"id": "7", "prompt_ids": [7]}]
+    records, _ = asyncio.run(bench.run_unit(url, hangs, 1, {}, {}, False, 0.2, Alive(url), "test"))
+    assert records[0]["error"] == "timeout"
+    with pytest.raises(bench.ServerGone, match="went away"):  # nor does its /health answer: not to be waited for again and again
+        asyncio.run(bench.run_unit(url, hangs * 9, 1, {}, {}, False, 0.2, Given(url), "test"))
+    bench.flush_cache(url, {})  # a server that will not is no failure
+    assert bench.probe_difference(url, {}, {"prompt_ids": [1]}, [], [3, 4], 1) == {"kind": "not probed: http 500"}
     server.shutdown()
     server.server_close()
-    with pytest.raises(bench.UserError, match="went away"):
+    with pytest.raises(bench.ServerGone, match="went away"):
+        bench.probe_difference(url, {}, {"prompt_ids": [1]}, [], [3, 4], 1)
+    with pytest.raises(bench.ServerGone, match="went away"):
         asyncio.run(bench.run_unit(url, prompts, 2, {}, {}, False, 10, Given(url), "test"))
+
+
+def test_only_an_sglang_with_this_drafter_will_do(tmp_path):
+    class Info(BaseHTTPRequestHandler):
+        body = b"<html>"
+
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(self.body)))
+            self.end_headers()
+            self.wfile.write(self.body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Info)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    for body in (b"<html>", b"[1]", b'{"model": "other"}'):
+        Info.body = body
+        with pytest.raises(bench.UserError, match="not as SGLang does"):
+            bench.contact(url, "plain", {}, None, {})
+    ours, copy, later = (make_drafter(tmp_path / name, range(9)) for name in ("ours", "copy", "later"))
+    save_file({**load_file(later / "model.safetensors"), "norm.weight": torch.full([HIDDEN], 2.0)}, later / "model.safetensors")  # same size
+    for served, fits in ((ours, True), (copy, True), (later, False)):
+        Info.body = json.dumps({"model_path": str(TINY_KIMI), "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(served)}).encode()
+        if fits:
+            assert bench.contact(url, "speculative", {}, ours, {"target": TINY_KIMI.name})["model_path"] == str(TINY_KIMI)
+        else:
+            with pytest.raises(bench.UserError, match="which is not --draft-path"):
+                bench.contact(url, "speculative", {}, ours, {"target": TINY_KIMI.name})
+    server.shutdown()
+    server.server_close()
 
 
 # ---- the doctor ----
@@ -326,7 +437,12 @@ def patient(tmp_path):
         assert not found["unchecked"], found["unchecked"]
         return [finding["cause"] for finding in found["findings"]]
 
-    return argparse.Namespace(folder=folder, run_dir=run_dir, edit=edit, store=store, causes=causes, save=save, state=state, tokens=tokens)
+    def trained_with(d2t):
+        provenance = json.loads((folder / "eagle3.json").read_text())
+        (folder / "eagle3.json").write_text(json.dumps(provenance | {"d2t_sha256": hashlib.sha256(d2t.astype("<i8").tobytes()).hexdigest()}))
+
+    return argparse.Namespace(folder=folder, run_dir=run_dir, edit=edit, store=store, causes=causes, save=save, state=state, tokens=tokens,
+                              trained_with=trained_with)
 
 
 def test_a_healthy_drafter_has_nothing(patient):
@@ -340,7 +456,7 @@ PLANTED = {
     "eagle_config misplaced": lambda p: p.edit(eagle_config="absent", **LAYERS),
     "head_dim": lambda p: p.edit(head_dim="absent"),
     "RoPE": lambda p: p.edit(rope_theta=10000.0),
-    "max positions below the context": lambda p: p.edit(max_position_embeddings=2048),
+    "max positions below the context": lambda p: p.edit(max_position_embeddings="absent"),  # 2048 is what transformers takes then
     "d2t read as ids": lambda p: p.store(d2t=torch.tensor(p.tokens)),
     "stale vocabulary map": lambda p: p.store(d2t=torch.tensor(p.tokens + 1 - np.arange(DRAFT_VOCAB))),
     "embedding not shared": lambda p: p.edit(target_hidden_size=HIDDEN // 2),
@@ -364,6 +480,56 @@ def test_the_doctor_names_faults_of_the_server_and_the_prompts(patient):
     assert patient.causes(accept={"correct_drafts": 0, "verify_steps": 9}) == ["accept_length exactly 1.00"]
     patient.edit(rope_scaling={"rope_type": "yarn", "factor": 4.0})
     assert patient.causes() == ["RoPE"]
+    patient.edit(rope_scaling=None, eagle_config=LAYERS | {"use_aux_hidden_state": False})
+    assert patient.causes() == ["capture layers"]
+
+
+def test_training_knows_its_map_also_where_the_run_folder_holds_another(patient):
+    offsets = patient.tokens - np.arange(DRAFT_VOCAB)
+    patient.trained_with(offsets)
+    np.save(patient.run_dir / "vocab_mapping" / "d2t.npy", np.arange(9))
+    assert patient.causes() == []
+    patient.store(d2t=torch.tensor(patient.tokens))
+    assert patient.causes() == ["d2t read as ids"]
+    patient.store(d2t=torch.tensor(offsets + 1))
+    assert patient.causes() == ["stale vocabulary map"]
+
+
+def test_both_modes_are_looked_for_in_all_training_prompts(patient):
+    rows = [{"id": f"a{n:04}", "prompt_ids": [1, 2, 3, 4]} for n in range(2500)] + [{"id": "b", "prompt_ids": [1, 2, 4, 5]}]
+    (patient.run_dir / "responses" / "part-00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert patient.causes(prompts=[{"id": "x", "prompt_ids": [9, 3, 4]}, {"id": "y", "prompt_ids": [9, 4, 5]}]) == []
+    assert patient.causes(prompts=[{"id": "x", "prompt_ids": [9, 3, 4]}, {"id": "y", "prompt_ids": [9, 5, 5]}]) == ["chat template or thinking mode"]
+
+
+@pytest.mark.parametrize("plant", [
+    lambda p: p.store(**{"midlayer.self_attn.q_proj.weight": None}), lambda p: p.edit(num_key_value_heads=4), lambda p: p.edit(intermediate_size=256),
+    lambda p: p.store(d2t=torch.arange(9)), lambda p: p.edit(num_attention_heads="absent"),
+    lambda p: p.edit(draft_vocab_size=None)])
+def test_weights_that_do_not_fit_config_json_end_in_a_finding_and_not_in_a_traceback(patient, plant):
+    plant(patient)
+    found = bench.diagnose(bench.Facts(patient.folder, {}, None, None, []), None, None)
+    assert [finding["cause"] for finding in found["findings"]] == ["weights"] or "weights" in found["unchecked"]
+
+
+def test_a_drafter_that_was_copied_in_part_is_one_line(patient):
+    whole = (patient.folder / "model.safetensors").read_bytes()
+    for data in (whole[:-9], whole[:50], b"version https://git-lfs.github.com/spec/v1"):
+        (patient.folder / "model.safetensors").write_bytes(data)
+        with pytest.raises(bench.UserError, match="Export or copy it again"):
+            bench.Facts(patient.folder, {}, None, None, [])
+
+
+def test_positions_below_the_context_are_named_before_the_server_that_refuses_them(tmp_path, capsys):
+    drafter = make_drafter(tmp_path / "draft", range(9))
+    (tmp_path / "p.jsonl").write_text('{"id": "a", "prompt_ids": [1]}\n')
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"servers": {
+        "plain": {"command": ["false"], "flags": {"model-path": str(TINY_KIMI), "context-length": 8192, "port": free_port()}},
+        "speculative": {"extends": "plain", "flags": {"speculative-draft-model-path": str(drafter)}}}}))
+    with pytest.raises(bench.UserError, match="ended with code 1"):
+        bench.main(["--config", str(tmp_path / "run.yaml"), "--launch", "--doctor", "--draft-path", str(drafter), "--prompts", str(tmp_path / "p.jsonl"),
+                    "--output-dir", str(tmp_path / "report")])
+    assert "doctor: max positions below the context: max_position_embeddings is 4096, the server takes contexts of 8192" in capsys.readouterr().out
 
 
 def test_a_cause_that_cannot_be_checked_is_said(patient):
@@ -371,14 +537,43 @@ def test_a_cause_that_cannot_be_checked_is_said(patient):
     assert not found["findings"] and {"capture layers", "quantised draft", "stale vocabulary map", "final state before the norm"} <= set(found["unchecked"])
 
 
-def test_gap_between_prediction_and_serving():
+CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1}
+
+
+def checked(samples, records, server=CHAIN, temperature=0.0):
+    return bench.prediction_check({"num_steps": 3, "accept_length": 2.0, "samples": samples}, records, server, temperature)
+
+
+def test_gap_between_prediction_and_serving(patient):
     records = [answer(f"p{n}", list(range(21)), verify=10, correct=10, histogram=[0, 10]) for n in range(10)]
     samples = {f"p{n}": [10, 10] for n in range(10)}
-    check = bench.prediction_check({"accept_length": 2.0, "samples": samples}, records, 0)
-    assert check["predicted"] == check["served"] == 2 and check["equal_answers"] == 10 and check["of_validation"]
-    check = bench.prediction_check({"accept_length": 2.0, "samples": {name: [8, 12] for name in samples}}, records, 0)
+    facts = bench.Facts(patient.folder, {}, None, None, [])
+    check = checked(samples, records)
+    assert check["predicted"] == check["served"] == 2 and check["equal_answers"] == check["as_long_answers"] == 10 and check["of_validation"]
+    assert bench.diagnose(facts, None, check)["gap"] is False
+    check = checked({name: [8, 12] for name in samples}, records)
     assert check["predicted"] == 2.5 and check["ratio"] == pytest.approx(0.8) and check["equal_answers"] == 0
     assert check["interval"] == pytest.approx([0.8, 0.8])  # every sample falls short by the same
+    said = bench.diagnose(facts, None, check)
+    assert said["gap"] is True and "other texts" not in said["summary"]
+    said = bench.diagnose(facts, None, checked({name: [80, 120] for name in samples}, records))
+    assert said["gap"] is True and "10 answers are not as long as the sample" in said["summary"]
+
+
+def test_what_training_did_not_predict_is_no_gap(patient):
+    records = [answer(f"p{n}", list(range(16)), verify=10, correct=5, histogram=[5, 5]) for n in range(10)]
+    samples = {f"p{n}": [8, 12] for n in range(10)}
+    assert checked(samples, records)["ratio"] == pytest.approx(0.6)
+    for server, temperature in ((CHAIN | {"speculative_num_steps": 1}, 0), (CHAIN | {"speculative_eagle_topk": 4}, 0), (CHAIN, 0.7), ({}, 0)):
+        assert checked(samples, records, server, temperature) is None
+    said = bench.diagnose(bench.Facts(patient.folder, {}, None, None, []), None, checked({}, records))  # not the validation samples
+    assert said["gap"] is None and "10 answers to other prompts" in said["summary"]
+
+
+def test_repeats_are_no_new_prompts():
+    records = [answer(f"p{n}", list(range(11 + n)), verify=10, correct=n, histogram=[10]) for n in range(8)]
+    once, often = (checked({f"p{n}": [10, 4] for n in range(8)}, records * times)["interval"] for times in (1, 9))
+    assert once == pytest.approx(often)
 
 
 # ---- whole runs on the real engine ----
@@ -490,7 +685,7 @@ def test_a_server_that_dies_is_one_line_that_names_its_log_and_sigterm_leaves_no
                   and f"--port\0{port_of(config)}" in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"))
     os.killpg(server, signal.SIGKILL)
     rest = process.stdout.read()
-    assert process.wait() == 2 and "went away" in rest and str(config.parent / "logs" / "server_plain.log") in rest
+    assert process.wait() == 1 and "went away" in rest and str(config.parent / "logs" / "server_plain.log") in rest
     assert "Traceback" not in rest
 
     process = start(config)
@@ -546,3 +741,44 @@ def test_sweep_names_the_best_flags_and_a_line_that_starts_them(workplace):
     assert best["variant"] == fastest and "--model-path" in best["command"]
     if fastest != "plain":
         assert f"--speculative-num-steps {fastest[5]} --speculative-eagle-topk {fastest[11]}" in best["command"]
+
+
+# ---- scripts/serve.py ----
+STAND_IN = """import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+
+
+def test_a_server_started_with_nohup_outlives_its_shell_and_ends_with_its_script(tmp_path):
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    port = free_port()
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"servers": {
+        "plain": {"command": ["{python}", str(tmp_path / "stand_in.py")], "flags": {"port": port}}}}))
+    line = f"nohup {sys.executable} {ROOT / 'scripts/serve.py'} --config run.yaml --role plain --log server.log > serve.log 2>&1 & echo $!"
+    shell = subprocess.Popen(["bash", "-c", f"{line}\nexec sleep 60"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    served, out, deadline = int(shell.stdout.readline()), tmp_path / "serve.log", time.monotonic() + 30
+    while not out.exists() or " ready at " not in out.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    shell.kill()
+    shell.wait()
+    os.kill(served, signal.SIGHUP)  # what a closing terminal sends
+    time.sleep(1)  # it looks around twice a second
+    assert bench.healthy(f"http://127.0.0.1:{port}")
+    os.kill(served, signal.SIGTERM)
+    assert port_is_free(port, within=5)
+
+
+def test_serve_refuses_a_bad_run_file_in_one_line(tmp_path):
+    for name, text in (("absent", None), ("broken", "a: ["), ("list", "- a")):
+        path = tmp_path / f"{name}.yaml"
+        if text:
+            path.write_text(text)
+        done = subprocess.run([sys.executable, ROOT / "scripts/serve.py", "--config", path, "--role", "plain", "--log", tmp_path / "log"],
+                              capture_output=True, text=True)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and str(path) in done.stderr

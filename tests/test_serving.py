@@ -69,8 +69,9 @@ def test_training_predicts_the_counts_of_every_validation_request(run, rows, eng
         spec = records[-1]["spec"]
         beyond += bench.beyond_answer(records[-1])
         assert (spec["verify_steps"], spec["correct_drafts"] - bench.beyond_answer(records[-1])) == (verify, correct), name
-    check = bench.prediction_check(prediction, records, 0)
+    check = bench.prediction_check(prediction, records, {"speculative_num_steps": STEPS, "speculative_eagle_topk": 1}, 0.0)
     assert check["served"] == pytest.approx(check["predicted"]) == pytest.approx(prediction["accept_length"]) and check["equal_answers"] == len(records)
+    assert check["as_long_answers"] == len(records)
     assert prediction["accept_length"] > 1.1, "nothing was accepted: the proof would be empty"
 
 
