@@ -589,3 +589,11 @@ def test_bad_layers_are_refused(module, monkeypatch, layers):
     with pytest.raises(module.capture.Refused, match="Name three ascending layers"):
         module.feed(batch((rid("r", range(5), "a"), 0, 5)))
     assert (module.folder / "a.error").read_text().startswith("refused: EAGLE3_CAPTURE_LAYERS")
+
+
+@pytest.mark.parametrize("buffer", ["2 GB", "-1"])
+def test_a_buffer_that_is_no_number_is_refused(module, monkeypatch, buffer):
+    monkeypatch.setenv("EAGLE3_CAPTURE_BUFFER_MB", buffer)
+    with pytest.raises(module.capture.Refused, match="Give a number of MB"):
+        module.feed(batch((rid("r", range(5), "a"), 0, 5)))
+    assert (module.folder / "a.error").read_text().startswith("refused: EAGLE3_CAPTURE_BUFFER_MB")
