@@ -403,15 +403,23 @@ def capture(model, positions: torch.Tensor, forward_batch, hidden_states: torch.
 
 
 def forward_hook(config: dict):
-    """Factory for SGLang 0.5.23's own hooks: capture without the patch, from any target that SGLang serves with EAGLE3.
+    """Factory for SGLang 0.5.23's own hooks: capture without the patch, from targets that SGLang serves with EAGLE3.
 
     PYTHONPATH=patches ... --enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids 3 31 59
     --forward-hooks '[{"target_modules": ["model"], "hook_factory": "eagle3_capture:forward_hook"}]'
     target_modules: the decoder without its head ("language_model.model" inside a multimodal wrapper). Some models, Llama among them,
     add 1 to the ids: give 2 30 58 for them. What the server then captures is compared with EAGLE3_CAPTURE_LAYERS.
+    Qwen3-VL and GLM5-Next hand the batch over by keyword, which such hooks do not see: refused.
     """
     def hook(module, args, output):
-        forward_batch = next(argument for argument in args if hasattr(argument, "extend_seq_lens_cpu"))
+        if not _enabled:
+            return
+        forward_batch = next((argument for argument in args if hasattr(argument, "extend_seq_lens_cpu")), None)
+        if forward_batch is None:
+            raise Refused(f"{type(module).__name__} gets its batch by keyword, which SGLang's hooks do not see. Choose another target.")
+        if not isinstance(output, tuple):
+            raise Refused(f"{type(module).__name__} returns no captured layers. Name the decoder without its head in target_modules, and start "
+                          "the server with --enable-return-aux-hidden-states and --return-aux-hidden-state-layer-ids.")
         model = types.SimpleNamespace(model=module, config=module.config)
         hidden_states, aux_hidden_states = output
         capture(model, None, forward_batch, hidden_states, aux_hidden_states)
