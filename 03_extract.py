@@ -19,6 +19,7 @@ Legend: T tokens of a sample, H hidden size, K positions checked.
 """
 import argparse
 import collections
+import concurrent.futures
 import ctypes
 import errno
 import fcntl
@@ -1019,14 +1020,9 @@ def verify(args, samples: list[Sample], rows: dict[str, dict], facts: dict, part
     checks = "checksum, shapes, finite, ids, mask" + (", greedy tokens, final norm" if head else
                                                        " (greedy tokens and final norm need --verifier-path)")
     log(f"verify {len(samples):,} samples: {checks}")
-    failed, results, lock, work = {}, {}, threading.Lock(), queue.SimpleQueue()
-    for sample in samples:
-        work.put(sample)
-    broken: list[BaseException] = []
-    done_bytes = 0
 
-    def check(sample: Sample) -> None:
-        nonlocal done_bytes
+    def check(sample: Sample) -> tuple[str | None, dict | None]:
+        """(what is wrong with it, what its last states say)"""
         path, row, result = sample_path(folder, sample.id), rows[sample.id], None
         try:
             header, begin = read_header(path)
@@ -1042,35 +1038,25 @@ def verify(args, samples: list[Sample], rows: dict[str, dict], facts: dict, part
                 if result["checked"] >= 8 and result["right"] < args.min_agreement * result["checked"]:
                     raise ValueError(f"last states choose {result['right']} of {result['checked']} response tokens")
         except (ValueError, OSError) as error:
-            with lock:
-                failed[sample.id] = str(error)
-        with lock:
+            return str(error), result
+        return None, result
+
+    failed, results, done_bytes = {}, {}, 0
+    began = last_log = time.monotonic()
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    try:
+        for number, (sample, (problem, result)) in enumerate(zip(samples, pool.map(check, samples)), 1):
+            path = sample_path(folder, sample.id)
             done_bytes += path.stat().st_size if path.exists() else 0
+            if problem:
+                failed[sample.id] = problem
             if result:
                 results[sample.id] = result
-
-    def worker() -> None:
-        while not broken:
-            try:
-                check(work.get_nowait())
-            except queue.Empty:
-                return
-            except BaseException as error:  # the main thread raises it
-                broken.append(error)
-
-    began = last_log = time.monotonic()
-    threads = [threading.Thread(target=worker, daemon=True) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        time.sleep(0.05)
-        if broken:
-            raise broken[0]
-        if time.monotonic() - last_log >= args.log_interval:
-            last_log = time.monotonic()
-            log(f"verify {len(samples) - work.qsize():,}/{len(samples):,} | {done_bytes / 1e9 / (last_log - began):.2f} GB/s | failed {len(failed)}")
-    if broken:
-        raise broken[0]
+            if time.monotonic() - last_log >= args.log_interval:
+                last_log = time.monotonic()
+                log(f"verify {number:,}/{len(samples):,} | {done_bytes / 1e9 / (last_log - began):.2f} GB/s | failed {len(failed)}")
+    finally:
+        pool.shutdown(cancel_futures=True)
     report = {"samples": len(samples), "checks": checks, "failed": dict(sorted(failed.items()))}
     if results:
         share = sorted(result["right"] / result["checked"] for result in results.values() if result["checked"])
@@ -1143,8 +1129,9 @@ def extract(args) -> None:
     parts = sorted(args.data_dir.glob("part-*.jsonl"))
     if not parts:
         raise UserError(f"{args.data_dir}: no part-*.jsonl. Run 01_generate.py first.")
-    for name, known in responses.get("files", {}).items():
-        if not (args.data_dir / name).is_file() or sha256_file(args.data_dir / name) != known:
+    files = responses.get("files", {})
+    for name in sorted(files.keys() | {part.name for part in parts}) if files else ():
+        if not (args.data_dir / name).is_file() or sha256_file(args.data_dir / name) != files.get(name):
             raise UserError(f"{args.data_dir / name}: not the file that 01_generate.py finished with. Run 01_generate.py again.")
     inputs = {"responses": sha256_file(args.data_dir / "manifest.json")}
     folder = args.output_dir.absolute()

@@ -348,6 +348,18 @@ def test_bad_input_is_one_line(responses, capture_dir, tmp_path):
     assert "part-00000.jsonl:1: no row" in extract(torn, tmp_path / "o4", "http://127.0.0.1:9", capture_dir, code=2).stderr
 
 
+def test_other_responses_than_01_finished_with_are_refused(stage):
+    manifest = stage.responses / "manifest.json"
+    names = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in stage.responses.glob("part-*.jsonl")}
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": names}))
+    assert stage("--limit", 2) == ""
+    (stage.responses / "part-00007.jsonl").write_text('{"id": "b", "prompt_ids": [5], "response_ids": [6]}\n')
+    assert "part-00007.jsonl: not the file that 01_generate.py finished with" in stage("--limit", 2)
+    (stage.responses / "part-00007.jsonl").unlink()
+    (stage.responses / "part-00001.jsonl").unlink()
+    assert "part-00001.jsonl: not the file that 01_generate.py finished with" in stage("--limit", 2)
+
+
 def test_two_processes_on_one_folder(responses, server, capture_dir, tmp_path):
     first = subprocess.Popen(command(responses, tmp_path / "out", server.url, capture_dir), stdout=subprocess.DEVNULL, cwd=ROOT)
     while not (tmp_path / "out/landed.jsonl").exists():
