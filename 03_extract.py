@@ -198,9 +198,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--concurrency", type=int, default=32, help="requests in flight, over all servers")
     add("--max-length", type=int, default=0, metavar="T", help="cut longer samples to their first T tokens, and say so (0: never cut)")
     add("--limit", type=int, default=0, help="only the first N samples (0: all)")
-    add("--server-wait", type=float, default=1800, metavar="S", help="how long all servers may be away (a restart) or busy before this gives up")
+    add("--server-wait", type=float, default=1800, metavar="S", help="how long all servers may be away or busy (a restart, a full queue)")
     add("--request-timeout", type=float, default=900, metavar="S")
-    add("--max-failed", type=float, default=0.01, metavar="SHARE", help="stop when more than this share of the samples, and more than one, is quarantined")
+    add("--max-failed", type=float, default=0.01, metavar="SHARE",
+        help="stop when more than this share of the samples, and more than one, is quarantined")
     add("--disk-check", action=argparse.BooleanOptionalAction, default=True, help="refuse to begin what does not fit on the disk")
     add("--max-disk-gb", type=float, metavar="F", help="bounded mode: never more than F GB (10^9 bytes) of samples on the disk, those on their way "
         "included; 04_train.py --follow trains on them as they land and releases them. F may change between calls, the mode may not")
@@ -304,7 +305,8 @@ def check_header(header: dict, sample: Sample, facts: dict | None) -> dict:
     metadata, T = header["__metadata__"], sample.tokens
     try:
         dtype, (_, width) = header["last_hidden_states"]["dtype"], header["last_hidden_states"]["shape"]
-        tensors = {name: (tensor["dtype"], tensor["shape"], tensor["data_offsets"]) for name, tensor in header.items() if name != "__metadata__"}
+        tensors = {name: (tensor["dtype"], tensor["shape"], tensor["data_offsets"])
+                   for name, tensor in header.items() if name != "__metadata__"}
         found = {**{fact: metadata[fact] for fact in FACTS if fact != "hidden_size"}, "hidden_size": width}
         found["capture_layers"] = [int(layer) for layer in metadata["capture_layers"].split(",")]
         identity = (metadata["schema"], metadata["id"], metadata["prompt_len"])
@@ -684,7 +686,10 @@ class Extraction:
                     server.in_flight -= 1
 
     def send(self, sample: Sample, ids: list[int], run: str, server: Server) -> bool:
-        """Ask, wait for the file, put it in place; False when the server went away after its answer. Raises Lost, Retry, Quarantined, UserError."""
+        """Ask, wait for the file, put it in place; False when the server went away after its answer.
+
+        Raises Lost, Retry, Quarantined, UserError.
+        """
         body = json.dumps({"input_ids": ids, "rid": f"eagle3:{run}:{sample.prompt_len}:{sample.tokens}:{sample.id}",
                            "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).encode()
         epoch = server.epoch
@@ -726,7 +731,7 @@ class Extraction:
                     raise UserError(f"{self.incoming}: the disk is full ({free_bytes(self.folder) / 1e9:,.1f} GB free now). "
                                     "Make room and run the same command again.")
                 if kind == "write":
-                    raise UserError(f"{self.incoming}: {server.url} cannot write there ({text}). Mend that, then run the same command again.")
+                    raise UserError(f"{self.incoming}: {server.url} cannot write there ({text}). Mend that and run this again.")
                 raise UserError(f"{server.url}: {text} Start the server anew, then run the same command again.")
             if server.epoch != epoch:
                 return None
@@ -885,8 +890,8 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
                 log(f"waiting for 04_train.py --follow to release samples | next {room.waiting} | {bound}nothing was released for "
                     f"{duration(now - room.last_release)}")
             log(f"sample {in_place + run.samples:,}/{total:,} | {speed:,.0f} tok/s | {run.bytes / 1e9 / (now - began):.2f} GB/s | "
-                f"{bound}disk free {free_bytes(folder) / 1e9:,.1f} GB{to_come} | quarantined {len(run.quarantine)} | servers {len(servers) - len(away)}"
-                f"/{len(servers)} | eta {eta}")
+                f"{bound}disk free {free_bytes(folder) / 1e9:,.1f} GB{to_come} | quarantined {len(run.quarantine)} | "
+                f"servers {len(servers) - len(away)}/{len(servers)} | eta {eta}")
             last_log = now
     if run.stop is not None:
         raise run.stop
@@ -899,7 +904,7 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
 
 # ---- --verify ----
 def head_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
-    """{"norm", "head"}: (file, name) of the target's final norm weight and lm_head, from the headers of its files alone. Raises UserError."""
+    """{"norm", "head"}: (file, name) of the target's final norm weight and lm_head, from headers alone. Raises UserError."""
     def header(path: Path) -> dict:
         with open(path, "rb") as file:
             return json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 100 << 20)))
@@ -1011,7 +1016,7 @@ def check_meaning(path: Path, begin: int, header: dict, ids: list[int], row: dic
 
 
 def verify(args, samples: list[Sample], rows: dict[str, dict], facts: dict, parts: list[Path], folder: Path) -> None:
-    """Re-read every file and write verify.json. rows: what was written down of each, by id. Raises UserError when a sample or the whole fails."""
+    """Re-read every file, compare it with its row, and write verify.json. Raises UserError when a sample or the whole fails."""
     import torch
 
     workers = min(8, os.cpu_count() or 1)
@@ -1094,7 +1099,7 @@ def verify_complete(args, samples: list[Sample], parts: list[Path], folder: Path
     """--verify of a folder that is complete: against what its manifest and index say. Raises UserError."""
     manifest, path = read_manifest(folder, STAGE), folder / "index.jsonl"
     if not path.is_file() or sha256_file(path) != manifest["index_sha256"]:
-        raise UserError(f"{path}: not the file that manifest.json names. Remove manifest.json and run the same command again: it writes both anew.")
+        raise UserError(f"{path}: not the file that manifest.json names. Remove manifest.json and run the same command: it writes both anew.")
     rows = {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
     verify(args, [sample for sample in samples if sample.id in rows], rows, {fact: manifest[fact] for fact in FACTS}, parts, folder)
 
@@ -1159,7 +1164,7 @@ def extract(args) -> None:
         return
     report = read_report(folder)
     if not args.verify and (report.get("failed") or "failed_as_a_whole" in report):
-        raise UserError(f"{folder / 'verify.json'}: the last --verify failed. Extract what it names again with --redo-failed, or --verify once more.")
+        raise UserError(f"{folder / 'verify.json'}: the last --verify failed. Extract what it names with --redo-failed, or --verify once more.")
     samples, dropped = read_samples(parts, args.max_length, args.limit)
     if not samples:
         raise UserError(f"{args.data_dir}: no sample to extract (dropped: {dict(dropped)}).")
@@ -1209,7 +1214,7 @@ def main(argv: list[str]) -> None:
         if error.errno in FULL:
             raise UserError(f"{args.output_dir}: the disk is full. Make room and run the same command again.") from None
         if isinstance(error, PermissionError):
-            raise UserError(f"{error.filename}: {error.strerror}. Give this user the right to write there, or run 03 as the server's user.") from None
+            raise UserError(f"{error.filename}: {error.strerror}. Give this user the right to it, or run 03 as the server's user.") from None
         raise
 
 

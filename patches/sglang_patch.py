@@ -49,7 +49,7 @@ class UserError(Exception):
 
 
 def write_atomic(path: Path, data: bytes | str, like: Path) -> None:
-    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones. Who may read `like` may read it, whatever the umask."""
+    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones. Its permissions are those of `like`."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -128,7 +128,8 @@ def apply(there: Installation, versions: dict[str, str], add_version: bool) -> s
     if add_version and not there.known(versions):
         key = there.version if there.version not in versions else f"{there.version}+eagle3.{sha256(there.original)[:8]}"
         versions[key] = sha256(there.original)
-        write_atomic(VERSIONS, json.dumps(dict(sorted(versions.items(), key=lambda item: release_order(item[0]))), indent=1) + "\n", VERSIONS)
+        in_order = dict(sorted(versions.items(), key=lambda item: release_order(item[0])))
+        write_atomic(VERSIONS, json.dumps(in_order, indent=1) + "\n", VERSIONS)
     there.require_known(versions)
     write_atomic(there.capture, CAPTURE.read_bytes(), there.target)  # first: the call must never stand there without it
     write_atomic(there.kept, there.original, there.target)

@@ -446,8 +446,9 @@ WIDTH = 8
 def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str) -> bytes:
     """A file as eagle3_capture writes it."""
     T = len(ids)
-    tensors = {"aux_hidden_states": ("F32", np.full((T, 3 * WIDTH), 0.5, np.float32)), "last_hidden_states": ("F32", np.ones((T, WIDTH), np.float32)),
-               "input_ids": ("I32", np.array(ids, np.int32)), "loss_mask": ("U8", np.array([0] * prompt_len + [1] * (T - prompt_len), np.uint8))}
+    tensors = {"aux_hidden_states": ("F32", np.full((T, 3 * WIDTH), 0.5, np.float32)),
+               "last_hidden_states": ("F32", np.ones((T, WIDTH), np.float32)), "input_ids": ("I32", np.array(ids, np.int32)),
+               "loss_mask": ("U8", np.array([0] * prompt_len + [1] * (T - prompt_len), np.uint8))}
     data = b"".join(array.tobytes() for _, array in tensors.values())
     header, end = {"__metadata__": {"schema": "1", "target": "stub", "capture_layers": layers, "sglang_version": "0.5.23", "patch_hash": "0",
                                     "dtype": "float32", "id": sample_id, "prompt_len": str(prompt_len),
@@ -461,7 +462,10 @@ def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str) -> by
 
 
 class StandIn:
-    """Answers at once and writes constant states. before(id, folder) may return (status, body) to answer with instead, "silent" to write nothing."""
+    """Answers at once and writes constant states.
+
+    before(id, folder) may return (status, body) to answer with instead, or "silent" to write nothing.
+    """
 
     def __init__(self, folder: Path, layers: str = "1,2,3"):
         self.folder, self.layers, self.asked = folder, layers, []
@@ -509,7 +513,8 @@ class Stage:
 
     def __init__(self, folder: Path):
         self.script, self.folder, self.incoming = load_script("03_extract"), folder / "hidden_states", folder / "incoming"
-        self.responses = write_responses(folder / "responses", [{"id": f"s{n:02d}", "prompt_ids": [5, 6, 7], "response_ids": [0, 0, 0, 0]} for n in range(20)])
+        rows = [{"id": f"s{number:02d}", "prompt_ids": [5, 6, 7], "response_ids": [0, 0, 0, 0]} for number in range(20)]
+        self.responses = write_responses(folder / "responses", rows)
         self.servers = [StandIn(self.incoming)]
 
     def __call__(self, *more) -> str:
@@ -563,7 +568,7 @@ def test_too_many_failed_samples_are_not_forgotten(stage):
 def test_a_busy_server_is_asked_again(stage, capsys, monkeypatch):
     monkeypatch.setattr(stage.script, "ATTEMPTS", 1)
     began = time.monotonic()
-    stage.servers[0].before = lambda sample_id, folder: (503, {"message": "The request queue is full."}) if time.monotonic() - began < 0.5 else None
+    stage.servers[0].before = lambda sample_id, folder: (503, {"message": "queue full"}) if time.monotonic() - began < 0.5 else None
     assert stage() == "" and stage.quarantine() == {}
     assert capsys.readouterr().out.count("is busy (HTTP 503") == 1
 
@@ -593,9 +598,9 @@ def test_a_sample_that_the_server_cuts_is_quarantined(stage):
 
 def test_a_slow_first_file_is_waited_for(stage, monkeypatch):
     def slowly(sample_id, folder):
-        (folder / f"{sample_id}.safetensors.tmp").touch()
-        threading.Timer(0.5, lambda: (folder / f"{sample_id}.safetensors.tmp").write_bytes(captured(sample_id, 3, [5, 6, 7, 0, 0, 0, 0], "1,2,3"))
-                        and (folder / f"{sample_id}.safetensors.tmp").rename(folder / f"{sample_id}.safetensors")).start()
+        path = folder / f"{sample_id}.safetensors.tmp"
+        path.write_bytes(captured(sample_id, 3, [5, 6, 7, 0, 0, 0, 0], "1,2,3"))
+        threading.Timer(0.5, lambda: path.rename(path.with_suffix(""))).start()
         return "silent"
 
     monkeypatch.setattr(stage.script, "FIRST_FILE_S", 0.2)
@@ -639,7 +644,7 @@ def test_a_failure_on_this_side_is_not_the_servers(stage, monkeypatch, where, nu
 
 
 def test_figures_of_the_log_are_those_of_this_folder(stage, capsys, tmp_path):
-    """The size of a token is the files', whatever the target's config lets one expect; samples whose files are gone are not counted as done."""
+    """The size of a token is the files', whatever the target's config says; samples whose files are gone are not counted as done."""
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": WIDTH}))
     stage.servers[0].before = lambda sample_id, folder: time.sleep(0.1)
     assert stage("--verifier-path", tmp_path) == ""
@@ -653,8 +658,8 @@ def test_figures_of_the_log_are_those_of_this_folder(stage, capsys, tmp_path):
     assert counts[0] < 10 and counts == sorted(counts) and counts[-1] <= 20
 
 
-@pytest.mark.parametrize("flags", [["--concurrency", 0], ["--verify-positions", -1], ["--request-timeout", 0], ["--log-interval", 0], ["--server-wait", "nan"],
-                                   ["--max-failed", -1], ["--max-disk-gb", "inf"], ["--max-disk-gb", "nan"]])
+@pytest.mark.parametrize("flags", [["--concurrency", 0], ["--verify-positions", -1], ["--request-timeout", 0], ["--log-interval", 0],
+                                   ["--server-wait", "nan"], ["--max-failed", -1], ["--max-disk-gb", "inf"], ["--max-disk-gb", "nan"]])
 def test_flags_out_of_range_are_one_line(stage, flags):
     assert flags[0] in stage(*flags) and not stage.folder.exists()
 
@@ -738,7 +743,7 @@ def test_a_target_that_verify_cannot_use_is_named_before_anything_is_sent(stage,
     assert "no lm_head.weight among its tensors" in stage("--verify", "--verifier-path", target)
     (target / "model.safetensors").write_bytes(b"x" * 100)
     assert "no readable safetensors of the target" in stage("--verify", "--verifier-path", target)
-    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "a.safetensors", "lm_head.weight": "a.safetensors"}}))
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(("model.norm.weight", "lm_head.weight"), "a.safetensors")}))
     assert "a.safetensors" in stage("--verify", "--verifier-path", target) and stage.servers[0].asked == []
     save_file({"model.norm.weight": torch.ones(WIDTH), "lm_head.weight": torch.eye(WIDTH)}, target / "a.safetensors")
     assert stage("--verify", "--verifier-path", target) == ""  # every state chooses token 0, as the responses do

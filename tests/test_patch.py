@@ -165,7 +165,8 @@ def test_who_could_read_the_original_can_read_what_is_written(sglang):
     old = os.umask(0o077)
     try:
         run(sglang, "apply")
-        assert {oct((sglang / name).stat().st_mode & 0o777) for name in (TARGET, "srt/eagle3_capture.py", f"{TARGET}.eagle3_original")} == {"0o644"}
+        written = (TARGET, "srt/eagle3_capture.py", f"{TARGET}.eagle3_original")
+        assert {oct((sglang / name).stat().st_mode & 0o777) for name in written} == {"0o644"}
         run(sglang, "restore")
         assert oct((sglang / TARGET).stat().st_mode & 0o777) == "0o644"
     finally:
