@@ -20,6 +20,7 @@ Legend: T tokens of a sample, H hidden size, K positions checked.
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -530,7 +531,7 @@ class Server:
             self.away_since, self.epoch = time.monotonic(), self.epoch + 1
             log(f"{self.url} is away ({type(error).__name__}: {error}): waiting for it")
 
-    def busy(self, detail: Exception) -> None:
+    def busy(self, detail: str) -> None:
         if time.monotonic() - self.said_busy > 60:
             self.said_busy = time.monotonic()
             log(f"{self.url} is busy ({detail}): asking again")
@@ -582,7 +583,7 @@ class Extraction:
         # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
         self.run = f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-{os.getpid()}-{int(time.time())}"
         self.work: queue.SimpleQueue = queue.SimpleQueue()
-        self.lock, self.turn, self.room = threading.Lock(), threading.Lock(), room
+        self.lock, self.turn, self.alone, self.room = threading.Lock(), threading.Lock(), threading.Lock(), room
         self.stop: BaseException | None = None
         self.last_file: float | None = None
         self.samples = self.tokens = self.bytes = 0  # in place since the start
@@ -658,14 +659,16 @@ class Extraction:
         ids = read_ids(self.parts[sample.file], sample)
         attempt = sent = deaths = 0
         busy: float | None = None
-        while (server := self.server()) is not None:
+        while self.stop is None:
             if sent:
                 self.sweep(sample)
             sent += 1
             try:
-                # A folder for each try: an aborted request of the same name may still be writing
-                if self.send(sample, ids, f"{self.run}.{sent}", server):
-                    return
+                # Those that have seen servers die go one at a time, so that only the cause sees more. A folder for each try: an aborted
+                # request of the same name may still be writing
+                with self.alone if deaths > 1 else contextlib.nullcontext():
+                    if self.send(sample, ids, f"{self.run}.{sent}"):
+                        return
             except Lost as error:
                 deaths += 1
                 if deaths == DEATHS:
@@ -674,42 +677,48 @@ class Extraction:
                 if isinstance(error, Busy):
                     busy = busy or time.monotonic()
                     if time.monotonic() - busy < self.args.server_wait:
-                        server.busy(error)
                         time.sleep(1)
                         continue
                 attempt += 1
                 if attempt == ATTEMPTS:
                     raise Quarantined(f"failed {ATTEMPTS} times", str(error)) from None
                 time.sleep(attempt)
-            finally:
-                with self.lock:
-                    server.in_flight -= 1
 
-    def send(self, sample: Sample, ids: list[int], run: str, server: Server) -> bool:
-        """Ask, wait for the file, put it in place; False when the server went away after its answer.
+    def send(self, sample: Sample, ids: list[int], run: str) -> bool:
+        """Ask a server, wait for the file, put it in place; False when the server went away after its answer.
 
         Raises Lost, Retry, Quarantined, UserError.
         """
         body = json.dumps({"input_ids": ids, "rid": f"eagle3:{run}:{sample.prompt_len}:{sample.tokens}:{sample.id}",
                            "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).encode()
+        server = self.server()
+        if server is None:
+            return False
         epoch = server.epoch
         try:
             status, answer = server.ask("POST", "/generate", body, self.args.request_timeout)
+            if status != 200:
+                detail = f"HTTP {status}: {' '.join(answer.decode(errors='replace').split())[:300]}"
+                if status in (400, 413, 422):
+                    raise Quarantined("rejected by the server", detail)
+                if status in BUSY:
+                    server.busy(detail)
+                    raise Busy(detail)
+                raise Retry(detail)
         except TimeoutError:
             raise Retry(f"no answer in {self.args.request_timeout:.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
             server.lost(error)
             raise Lost(str(error)) from None
-        if status != 200:
-            detail = f"HTTP {status}: {' '.join(answer.decode(errors='replace').split())[:300]}"
-            if status in (400, 413, 422):
-                raise Quarantined("rejected by the server", detail)
-            raise (Busy if status in BUSY else Retry)(detail)
-        token = next_token(answer, sample)
-        path = self.wait(self.incoming / run, sample, server, epoch)
-        if path is not None:
-            self.land(path, sample, token)
-        return path is not None
+        else:
+            token = next_token(answer, sample)
+            path = self.wait(self.incoming / run, sample, server, epoch)
+            if path is not None:
+                self.land(path, sample, token)
+            return path is not None
+        finally:
+            with self.lock:
+                server.in_flight -= 1
 
     def wait(self, folder: Path, sample: Sample, server: Server, epoch: int) -> Path | None:
         """The file of `sample`, once it is whole; None when the server died before. Raises what its .error says."""

@@ -236,13 +236,18 @@ def rewrite(path: Path, change) -> None:
 
 
 def restamp(folder: Path) -> None:
-    """Write the files' checksums into the journal, as if they had arrived so."""
+    """Write the files' checksums into journal, index and manifest, as if they had arrived so."""
     lines = [json.loads(line) for line in (folder / "landed.jsonl").read_text().splitlines()]
     for row in lines:
         if "id" in row:
             raw = sample_path(folder, row["id"]).read_bytes()
             row["checksum"] = json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["checksum"]
     (folder / "landed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    rows = sorted((row for row in lines if "id" in row), key=lambda row: row["id"])
+    (folder / "index.jsonl").write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["index_sha256"] = hashlib.sha256((folder / "index.jsonl").read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.fixture(scope="module")
@@ -586,6 +591,24 @@ def test_of_two_servers_that_differ_one_is_refused(stage, monkeypatch):
 
     monkeypatch.setattr(stage.script, "check_header", check_header)
     assert "was captured with another capture_layers" in stage("--limit", 2)
+
+
+def test_only_the_sample_that_kills_servers_is_quarantined(stage, monkeypatch):
+    """Not those that were in flight with it each time."""
+    server, deaths = stage.servers[0], []
+    server.http.handle_error = lambda *args: None
+
+    def before(sample_id, folder):
+        had = len(deaths)
+        time.sleep(0.3 if sample_id == "s02" else 0.6)
+        if sample_id == "s02":
+            deaths.append(sample_id)
+        if len(deaths) > had:
+            raise ConnectionAbortedError
+
+    server.before = before
+    monkeypatch.setattr(stage.script, "DEATHS", 3)
+    assert stage() == "" and stage.quarantine() == {"s02": "the server died 3 times"}
 
 
 def test_a_sample_that_the_server_cuts_is_quarantined(stage):
