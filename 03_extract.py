@@ -1153,7 +1153,7 @@ def extract(args) -> None:
     fixed = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs}
     if args.max_disk_gb:
         fixed["bounded"] = True
-    lock = open_stage(folder, fixed, set())  # noqa: F841  held until the process ends
+    lock = open_stage(folder, fixed, set())  # noqa: F841  held until this returns
     log(f"config {json.dumps(vars(args), default=str)}")
     log(f"inputs {json.dumps(inputs)} | responses {responses.get('counts', {}).get('kept')}")
     if args.verify and args.verifier_path:
