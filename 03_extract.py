@@ -19,13 +19,15 @@ Legend: T tokens of a sample, H hidden size, K positions checked.
 """
 import argparse
 import collections
+import concurrent.futures
+import contextlib
 import ctypes
 import errno
 import fcntl
 import hashlib
 import http.client
-import importlib.metadata
 import json
+import math
 import os
 import queue
 import re
@@ -181,6 +183,8 @@ FACTS = ("target", "capture_layers", "sglang_version", "patch_hash", "dtype", "h
 ELEMENT = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
 ATTEMPTS = 3          # of one sample, where the server answered
 DEATHS = 5            # of servers while they had one sample: perhaps because of it
+BUSY = (429, 502, 503, 504)  # a full queue, or a proxy before a server that restarts: asked again for --server-wait seconds
+FULL = (errno.ENOSPC, errno.EDQUOT)
 FIRST_FILE_S = 30.0   # after the first answer: the server writes within a second
 NEXT_FILE_S = 180.0   # without any file: a disk that is merely slow still finishes some
 NEXT_TOKEN_SHARE = 0.9  # of samples whose last state must give the token the engine itself chose (bf16 ties allow for the rest)
@@ -198,9 +202,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--concurrency", type=int, default=32, help="requests in flight, over all servers")
     add("--max-length", type=int, default=0, metavar="T", help="cut longer samples to their first T tokens, and say so (0: never cut)")
     add("--limit", type=int, default=0, help="only the first N samples (0: all)")
-    add("--server-wait", type=float, default=1800, metavar="S", help="how long all servers may be away (a restart) before this gives up")
+    add("--server-wait", type=float, default=1800, metavar="S", help="how long all servers may be away or busy (a restart, a full queue)")
     add("--request-timeout", type=float, default=900, metavar="S")
-    add("--max-failed", type=float, default=0.01, metavar="SHARE", help="stop when more than this share of the samples is quarantined")
+    add("--max-failed", type=float, default=0.01, metavar="SHARE",
+        help="stop when more than this share of the samples, and more than one, is quarantined")
     add("--disk-check", action=argparse.BooleanOptionalAction, default=True, help="refuse to begin what does not fit on the disk")
     add("--max-disk-gb", type=float, metavar="F", help="bounded mode: never more than F GB (10^9 bytes) of samples on the disk, those on their way "
         "included; 04_train.py --follow trains on them as they land and releases them. F may change between calls, the mode may not")
@@ -208,7 +213,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--verify", action=argparse.BooleanOptionalAction, default=False, help="afterwards, or on a complete folder: re-read and check everything")
     add("--verifier-path", type=Path, metavar="DIR", help="the target's folder: --verify then also recomputes greedy tokens")
     add("--verify-positions", type=int, default=64, metavar="K", help="response positions a sample to recompute (0: all)")
-    add("--verify-workers", type=int, default=min(8, os.cpu_count() or 1))
     add("--min-agreement", type=float, default=0.2, metavar="SHARE",
         help="--verify: least share of a sample's checked response tokens that the target would choose greedily")
     add("--redo-failed", action="store_true", help="first drop the samples that the last --verify found bad, and those in quarantine")
@@ -238,8 +242,9 @@ def read_samples(parts: list[Path], max_length: int, limit: int) -> tuple[list[S
                 try:
                     row = json.loads(raw)
                     sample_id, prompt, response = row["id"], row["prompt_ids"], row["response_ids"]
-                    assert isinstance(sample_id, str) and all(isinstance(token, int) and token >= 0 for token in prompt + response)
-                except (ValueError, KeyError, TypeError, AssertionError):
+                    if not isinstance(sample_id, str) or not all(isinstance(token, int) and token >= 0 for token in prompt + response):
+                        raise ValueError
+                except (ValueError, KeyError, TypeError):
                     raise UserError(f"{path}:{line}: no row with id, prompt_ids and response_ids. Run 01_generate.py again.") from None
                 if not ID.fullmatch(sample_id) or sample_id in seen:
                     raise UserError(f"{path}:{line}: id {sample_id!r} is {'there twice' if sample_id in seen else 'no safe file name'}. "
@@ -304,7 +309,8 @@ def check_header(header: dict, sample: Sample, facts: dict | None) -> dict:
     metadata, T = header["__metadata__"], sample.tokens
     try:
         dtype, (_, width) = header["last_hidden_states"]["dtype"], header["last_hidden_states"]["shape"]
-        shapes = {name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+        tensors = {name: (tensor["dtype"], tensor["shape"], tensor["data_offsets"])
+                   for name, tensor in header.items() if name != "__metadata__"}
         found = {**{fact: metadata[fact] for fact in FACTS if fact != "hidden_size"}, "hidden_size": width}
         found["capture_layers"] = [int(layer) for layer in metadata["capture_layers"].split(",")]
         identity = (metadata["schema"], metadata["id"], metadata["prompt_len"])
@@ -312,10 +318,15 @@ def check_header(header: dict, sample: Sample, facts: dict | None) -> dict:
         raise ValueError(f"its header lacks {error}") from None
     if identity != (str(SCHEMA), sample.id, str(sample.prompt_len)):
         raise ValueError(f"is {identity} (schema, id, prompt_len), expected {(str(SCHEMA), sample.id, str(sample.prompt_len))}")
-    expected = {"aux_hidden_states": (dtype, [T, 3 * width]), "last_hidden_states": (dtype, [T, width]), "input_ids": ("I32", [T]),
-                "loss_mask": ("U8", [T])}
-    if shapes != expected or ELEMENT.get(dtype, ("", 0))[0] != found["dtype"]:
-        raise ValueError(f"has tensors {shapes}, expected {expected}")
+    name, size = ELEMENT.get(dtype, ("unknown", 0))
+    expected, end = {}, 0
+    for tensor, kind, shape, count in (("aux_hidden_states", dtype, [T, 3 * width], T * 3 * width * size),
+                                       ("last_hidden_states", dtype, [T, width], T * width * size), ("input_ids", "I32", [T], 4 * T),
+                                       ("loss_mask", "U8", [T], T)):
+        expected[tensor] = (kind, shape, [end, end + count])
+        end += count
+    if tensors != expected or name != found["dtype"]:
+        raise ValueError(f"has other tensors than its tokens make ({found['dtype']} {tensors}, expected {expected})")
     if facts is not None and found != facts:
         differs = ", ".join(f"{fact} {found[fact]} (the folder: {facts[fact]})" for fact in FACTS if found[fact] != facts[fact])
         raise ValueError(f"was captured with another {differs}")
@@ -506,6 +517,7 @@ class Server:
             raise UserError(f"--base-url {url}: expected http://HOST:PORT.")
         self.away_since: float | None = None
         self.epoch = self.in_flight = 0
+        self.said_busy = -math.inf
 
     def probe(self) -> None:
         """Whether somebody listens; a restarted server listens again only when its model is loaded."""
@@ -522,6 +534,11 @@ class Server:
             self.away_since, self.epoch = time.monotonic(), self.epoch + 1
             log(f"{self.url} is away ({type(error).__name__}: {error}): waiting for it")
 
+    def busy(self, detail: str) -> None:
+        if time.monotonic() - self.said_busy > 60:
+            self.said_busy = time.monotonic()
+            log(f"{self.url} is busy ({detail}): asking again")
+
     def ask(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
         """(status, body). Raises OSError, HTTPException."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
@@ -537,8 +554,28 @@ class Quarantined(Exception):
     """This sample cannot be extracted. args: reason (one of few), detail."""
 
 
+class Lost(Exception):
+    """The server went away before it answered."""
+
+
 class Retry(Exception):
-    """The server asks to send the sample again."""
+    """The sample is to be sent again."""
+
+
+class Busy(Retry):
+    """As soon as the server has room for it."""
+
+
+def next_token(answer: bytes, sample: Sample) -> int:
+    """The token that the engine itself chose after the sample. Raises Retry, Quarantined."""
+    try:
+        answer = json.loads(answer)
+        token, read = answer["output_ids"][0], answer["meta_info"]["prompt_tokens"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise Retry(f"an answer without output_ids or prompt_tokens ({error})") from None
+    if read != sample.tokens:
+        raise Quarantined("cut by the server", f"it read {read} of {sample.tokens} tokens (--allow-auto-truncate)")
+    return token
 
 
 class Extraction:
@@ -549,10 +586,10 @@ class Extraction:
         # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
         self.run = f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-{os.getpid()}-{int(time.time())}"
         self.work: queue.SimpleQueue = queue.SimpleQueue()
-        self.lock, self.turn, self.room = threading.Lock(), threading.Lock(), room
+        self.lock, self.turn, self.alone, self.room = threading.Lock(), threading.Lock(), threading.Lock(), room
         self.stop: BaseException | None = None
         self.last_file: float | None = None
-        self.tokens = self.bytes = self.active = 0
+        self.samples = self.tokens = self.bytes = 0  # in place since the start
         self.quarantine_path = folder / "quarantine.jsonl"
         self.quarantine: dict[str, str] = {}
         if self.quarantine_path.exists():
@@ -574,26 +611,33 @@ class Extraction:
             except BaseException as error:  # the main thread raises it
                 self.stop = self.stop or error
                 return
-            with self.lock:
-                self.active += 1
             try:
-                self.extract(sample)
-            except Quarantined as error:
-                self.sweep(sample)
-                reason, detail = error.args
-                with self.lock:
-                    self.quarantine[sample.id] = reason
-                    with open(self.quarantine_path, "a") as file:
-                        file.write(json.dumps({"id": sample.id, "reason": reason, "detail": detail}) + "\n")
-                        file.flush()
-                        os.fsync(file.fileno())
-                log(f"quarantined {sample.id}: {reason}: {detail}")
+                try:
+                    self.extract(sample)
+                except Quarantined as error:
+                    self.put_aside(sample, *error.args)
             except BaseException as error:  # the main thread raises it
                 self.stop = self.stop or error
             if self.room:
                 self.room.gave_up(sample)  # or it has landed
+
+    def put_aside(self, sample: Sample, reason: str, detail: str) -> None:
+        self.sweep(sample)
+        with self.lock:
+            self.quarantine[sample.id] = reason
+            with open(self.quarantine_path, "a") as file:
+                file.write(json.dumps({"id": sample.id, "reason": reason, "detail": detail}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        log(f"quarantined {sample.id}: {reason}: {detail}")
+
+    def check_failed(self, total: int) -> None:
+        """Raises UserError when too many of `total` samples are in quarantine."""
+        if len(self.quarantine) > max(1, self.args.max_failed * total):
             with self.lock:
-                self.active -= 1
+                reasons = collections.Counter(self.quarantine.values()).most_common()
+            raise UserError(f"{self.quarantine_path}: {len(self.quarantine)} of {total} samples failed ({reasons}), more than "
+                            "--max-failed allows. Mend the cause, then run the same command with --redo-failed.")
 
     def sweep(self, sample: Sample) -> None:
         """Remove what a server that died or was too slow has left of `sample`: there is room for one try."""
@@ -614,54 +658,75 @@ class Extraction:
         return None
 
     def extract(self, sample: Sample) -> None:
-        """Ask, wait for the file, put it in place. Raises Quarantined, UserError."""
+        """Try until the sample is in place. Raises Quarantined, UserError."""
         ids = read_ids(self.parts[sample.file], sample)
         attempt = sent = deaths = 0
-        while (server := self.server()) is not None:
+        busy: float | None = None
+        while self.stop is None:
             if sent:
                 self.sweep(sample)
             sent += 1
-            # A folder for each try: an aborted request of the same name may still be writing
-            run = f"{self.run}.{sent}"
-            body = json.dumps({"input_ids": ids, "rid": f"eagle3:{run}:{sample.prompt_len}:{sample.tokens}:{sample.id}",
-                               "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).encode()
-            epoch, detail = server.epoch, ""
             try:
-                status, answer = server.ask("POST", "/generate", body, self.args.request_timeout)
-                if status == 200:
-                    next_token = json.loads(answer)["output_ids"][0]
-                    path = self.wait(self.incoming / run, sample, server, epoch)
-                    if path is not None:
-                        return self.land(path, sample, next_token)
-                    detail = "the server went away after its answer"
-                    continue
-                detail = f"HTTP {status}: {' '.join(answer.decode(errors='replace').split())[:300]}"
-                if status in (400, 413, 422):
-                    raise Quarantined("rejected by the server", detail)
-            except TimeoutError:
-                detail = f"no answer in {self.args.request_timeout:.0f} s"
-            except (OSError, http.client.HTTPException) as error:
-                server.lost(error)
+                # Those that have seen servers die go one at a time, so that only the cause sees more. A folder for each try: an aborted
+                # request of the same name may still be writing
+                with self.alone if deaths > 1 else contextlib.nullcontext():
+                    if self.send(sample, ids, f"{self.run}.{sent}"):
+                        return
+            except Lost as error:
                 deaths += 1
                 if deaths == DEATHS:
                     raise Quarantined(f"the server died {DEATHS} times", str(error)) from None
-                continue
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                detail = f"an answer without output_ids ({error})"
             except Retry as error:
-                detail = str(error)
-            finally:
-                with self.lock:
-                    server.in_flight -= 1
-            attempt += 1
-            if attempt == ATTEMPTS:
-                raise Quarantined(f"failed {ATTEMPTS} times", detail)
-            time.sleep(attempt)
+                if isinstance(error, Busy):
+                    busy = busy or time.monotonic()
+                    if time.monotonic() - busy < self.args.server_wait:
+                        time.sleep(1)
+                        continue
+                attempt += 1
+                if attempt == ATTEMPTS:
+                    raise Quarantined(f"failed {ATTEMPTS} times", str(error)) from None
+                time.sleep(attempt)
+
+    def send(self, sample: Sample, ids: list[int], run: str) -> bool:
+        """Ask a server, wait for the file, put it in place; False when the server went away after its answer.
+
+        Raises Lost, Retry, Quarantined, UserError.
+        """
+        body = json.dumps({"input_ids": ids, "rid": f"eagle3:{run}:{sample.prompt_len}:{sample.tokens}:{sample.id}",
+                           "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).encode()
+        server = self.server()
+        if server is None:
+            return False
+        epoch = server.epoch
+        try:
+            status, answer = server.ask("POST", "/generate", body, self.args.request_timeout)
+            if status != 200:
+                detail = f"HTTP {status}: {' '.join(answer.decode(errors='replace').split())[:300]}"
+                if status in (400, 413, 422):
+                    raise Quarantined("rejected by the server", detail)
+                if status in BUSY:
+                    server.busy(detail)
+                    raise Busy(detail)
+                raise Retry(detail)
+        except TimeoutError:
+            raise Retry(f"no answer in {self.args.request_timeout:.0f} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            server.lost(error)
+            raise Lost(str(error)) from None
+        else:
+            token = next_token(answer, sample)
+            path = self.wait(self.incoming / run, sample, server, epoch)
+            if path is not None:
+                self.land(path, sample, token)
+            return path is not None
+        finally:
+            with self.lock:
+                server.in_flight -= 1
 
     def wait(self, folder: Path, sample: Sample, server: Server, epoch: int) -> Path | None:
         """The file of `sample`, once it is whole; None when the server died before. Raises what its .error says."""
         path, failed = folder / f"{sample.id}.safetensors", folder / f"{sample.id}.error"
-        now = time.monotonic()
+        asked = time.monotonic()
         pause = 0.002
         while self.stop is None:
             if path.exists():
@@ -674,18 +739,20 @@ class Extraction:
                     raise Quarantined("not finite", text)
                 if kind == "retry":
                     raise Retry(text)
-                if kind == "write" and f"Errno {errno.ENOSPC}" in text:
+                if kind == "write" and any(f"Errno {number}" in text for number in FULL):
                     raise UserError(f"{self.incoming}: the disk is full ({free_bytes(self.folder) / 1e9:,.1f} GB free now). "
                                     "Make room and run the same command again.")
+                if kind == "write":
+                    raise UserError(f"{self.incoming}: {server.url} cannot write there ({text}). Mend that and run this again.")
                 raise UserError(f"{server.url}: {text} Start the server anew, then run the same command again.")
             if server.epoch != epoch:
                 return None
-            patience = FIRST_FILE_S if self.last_file is None else NEXT_FILE_S
-            if time.monotonic() - max(now, self.last_file or now) > patience:
-                if self.last_file is None and not any(self.incoming.rglob("*.safetensors*")):
-                    raise UserError(f"{server.url} answered, but nothing appeared in {self.incoming}. Patch its SGLang "
-                                    "(patches/sglang_patch.py apply) and start it with EAGLE3_CAPTURE_DIR set to that folder.")
-                raise UserError(f"{server.url} answered, but the file of {sample.id} did not appear in {patience:.0f} s "
+            waited = time.monotonic() - max(asked, self.last_file or asked)
+            if waited > FIRST_FILE_S and self.last_file is None and not any(self.incoming.rglob("*.safetensors*")):
+                raise UserError(f"{server.url} answered, but nothing appeared in {self.incoming}. Patch its SGLang "
+                                "(patches/sglang_patch.py apply) and start it with EAGLE3_CAPTURE_DIR set to that folder.")
+            if waited > NEXT_FILE_S:
+                raise UserError(f"{server.url} answered, but the file of {sample.id} did not appear in {waited:.0f} s "
                                 f"({free_bytes(self.folder) / 1e9:,.1f} GB free). Read the server's log, then run the same command again.")
             time.sleep(pause)
             pause = min(0.05, pause * 1.5)
@@ -694,12 +761,12 @@ class Extraction:
     def land(self, path: Path, sample: Sample, next_token: int) -> None:
         try:
             header, data = read_header(path)
-            facts = check_header(header, sample, self.journal.facts)
+            with self.lock:  # of two servers that differ, one states the facts
+                facts = check_header(header, sample, self.journal.facts)
+                if self.journal.facts is None:
+                    self.journal.add({"facts": facts})
         except ValueError as error:
             raise UserError(f"{path}: {error}. Start the server as the run began, or use another --output-dir.") from None
-        with self.lock:
-            if self.journal.facts is None:
-                self.journal.add({"facts": facts})
         size = data + header["loss_mask"]["data_offsets"][1]
         place = sample_path(self.folder, sample.id)
         place.parent.mkdir(exist_ok=True)
@@ -720,7 +787,7 @@ class Extraction:
         if self.room:
             self.room.landed(sample, size)
         with self.lock:
-            self.tokens, self.bytes = self.tokens + sample.tokens, self.bytes + size
+            self.samples, self.tokens, self.bytes = self.samples + 1, self.tokens + sample.tokens, self.bytes + size
 
 
 def free_bytes(folder: Path) -> int:
@@ -730,7 +797,7 @@ def free_bytes(folder: Path) -> int:
 def token_bytes(facts: dict | None, target: Path | None) -> int | None:
     """Bytes a token takes, from the files so far, else from the target's config; None when neither is there."""
     if facts is not None:
-        width, size = facts["hidden_size"], {name: size for name, size in ELEMENT.values()}[facts["dtype"]]
+        width, size = facts["hidden_size"], dict(ELEMENT.values())[facts["dtype"]]
     else:
         try:
             config = json.loads((target / "config.json").read_text())
@@ -779,8 +846,10 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
     if room:
         open_samples.sort(key=plan_key)
     total, left = len(samples), sum(sample.tokens for sample in open_samples)
-    log(f"samples {total:,} | in place {total - len(open_samples) - len(run.quarantine):,} | quarantined {len(run.quarantine):,} "
+    in_place = total - len(open_samples) - len(run.quarantine)
+    log(f"samples {total:,} | in place {in_place:,} | quarantined {len(run.quarantine):,} "
         f"| to do {len(open_samples):,} | tokens to do {left:,} | truncated {sum(sample.truncated for sample in samples):,}")
+    run.check_failed(total)
     if not open_samples:
         return run
     for server in servers:
@@ -803,15 +872,16 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
     for thread in threads:
         thread.start()
     began = last_log = last_probe = time.monotonic()
-    known = token_bytes(journal.facts, args.verifier_path) is not None
+    size = token_bytes(journal.facts, args.verifier_path)
     while any(thread.is_alive() for thread in threads):
         time.sleep(0.05)
         if run.stop is not None:
             journal.sync()
             raise run.stop
         now = time.monotonic()
-        if not known and journal.facts is not None:
-            known = True
+        found = token_bytes(journal.facts, args.verifier_path)
+        if found != size:  # the first file says it, perhaps otherwise than the target's config
+            size = found
             forecast(args, left - run.tokens, journal, folder, room)
         if now - last_probe > 1:
             for server in servers:
@@ -821,25 +891,23 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
         if len(away) == len(servers) and now - max(server.away_since for server in away) > args.server_wait:
             raise UserError(f"{', '.join(server.url for server in away)}: away for {args.server_wait:.0f} s. "
                             "Start the server again, then run the same command.")
-        if len(run.quarantine) > max(1, args.max_failed * total):
-            reasons = collections.Counter(run.quarantine.values()).most_common()
-            raise UserError(f"{run.quarantine_path}: {len(run.quarantine)} of {total} samples failed ({reasons}), more than "
-                            "--max-failed allows. Mend the cause, then run the same command with --redo-failed.")
+        run.check_failed(total)
         if now - last_log >= args.log_interval:
             journal.sync()
-            done = len(journal.rows)
             speed = run.tokens / (now - began)
             eta = duration((left - run.tokens) / speed) if speed else "unknown"
             bound = f"{room.say()} | " if room else ""
+            to_come = "" if room or size is None else f", {(left - run.tokens) * size / 1e9:,.1f} GB to come"
             if room and room.waiting and not room.coming and now - room.last_release > args.log_interval:
                 log(f"waiting for 04_train.py --follow to release samples | next {room.waiting} | {bound}nothing was released for "
                     f"{duration(now - room.last_release)}")
-            log(f"sample {done:,}/{total:,} | {speed:,.0f} tok/s | {run.bytes / 1e9 / (now - began):.2f} GB/s | "
-                f"{bound}disk free {free_bytes(folder) / 1e9:,.1f} GB | quarantined {len(run.quarantine)} | servers {len(servers) - len(away)}"
-                f"/{len(servers)} | eta {eta}")
+            log(f"sample {in_place + run.samples:,}/{total:,} | {speed:,.0f} tok/s | {run.bytes / 1e9 / (now - began):.2f} GB/s | "
+                f"{bound}disk free {free_bytes(folder) / 1e9:,.1f} GB{to_come} | quarantined {len(run.quarantine)} | "
+                f"servers {len(servers) - len(away)}/{len(servers)} | eta {eta}")
             last_log = now
     if run.stop is not None:
         raise run.stop
+    run.check_failed(total)
     seconds = time.monotonic() - began
     log(f"extracted {run.tokens:,} tokens, {run.bytes / 1e9:.3f} GB in {seconds:.1f} s | {run.tokens / seconds:,.0f} tok/s | "
         f"{run.bytes / 1e9 / seconds:.3f} GB/s")
@@ -847,6 +915,31 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
 
 
 # ---- --verify ----
+def head_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
+    """{"norm", "head"}: (file, name) of the target's final norm weight and lm_head, from headers alone. Raises UserError."""
+    def header(path: Path) -> dict:
+        with open(path, "rb") as file:
+            return json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 100 << 20)))
+
+    found = {}
+    try:
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        names = json.loads(index.read_text())["weight_map"] if index.exists() else dict.fromkeys(header(single), single.name)
+        for key, endings in (("norm", ("model.norm.weight",)), ("head", ("lm_head.weight", "model.embed_tokens.weight"))):
+            # Bare, or under the `language_model.` of a multimodal wrapper; tied weights have no lm_head
+            name = next((name for ending in endings for name in (ending, f"language_model.{ending}") if name in names), None)
+            if name is None:
+                raise UserError(f"{folder}: no {endings[0]} among its tensors. Mend --verifier-path.")
+            kind = header(folder / names[name])[name]["dtype"]
+            if kind not in ELEMENT:
+                raise UserError(f"{folder}: {name} is quantised ({kind}). --verify needs it in bf16, fp16 or fp32.")
+            found[key] = folder / names[name], name
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: no readable safetensors of the target ({error}). Mend --verifier-path.") from None
+    return found
+
+
 class Head:
     """The target's final norm weight (H,) and lm_head (V, H): what makes tokens out of last_hidden_states. Raises UserError."""
 
@@ -855,25 +948,10 @@ class Head:
         from safetensors import safe_open
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        index = folder / "model.safetensors.index.json"
-        try:
-            if index.exists():
-                names = json.loads(index.read_text())["weight_map"]
-            else:
-                with safe_open(folder / "model.safetensors", "pt") as file:
-                    names = dict.fromkeys(file.keys(), "model.safetensors")
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{folder}: no readable safetensors of the target ({error}). Mend --verifier-path.") from None
         found = {}
-        for key, endings in (("norm", ("model.norm.weight",)), ("head", ("lm_head.weight", "model.embed_tokens.weight"))):
-            # Bare, or under the `language_model.` of a multimodal wrapper; tied weights have no lm_head
-            name = next((name for ending in endings for name in (ending, f"language_model.{ending}") if name in names), None)
-            if name is None:
-                raise UserError(f"{folder}: no {endings[0]} among its tensors. Mend --verifier-path.")
-            with safe_open(folder / names[name], "pt") as file:
+        for key, (path, name) in head_tensors(folder).items():
+            with safe_open(path, "pt") as file:
                 found[key] = file.get_tensor(name)
-            if not found[key].is_floating_point():
-                raise UserError(f"{folder}: {name} is quantised ({found[key].dtype}). --verify needs it in bf16, fp16 or fp32.")
         self.norm, self.head = found["norm"].float(), found["head"].to(self.device)
 
     def greedy(self, last):
@@ -949,27 +1027,23 @@ def check_meaning(path: Path, begin: int, header: dict, ids: list[int], row: dic
     return {"checked": len(predicting), "right": right, "next_right": bool(token[-1] == row["next_token"]), "norm": norm}
 
 
-def verify(args, samples: list[Sample], parts: list[Path], journal: Journal, folder: Path) -> None:
-    """Re-read every file and write verify.json. Raises UserError when a sample or the whole fails."""
+def verify(args, samples: list[Sample], rows: dict[str, dict], facts: dict, parts: list[Path], folder: Path) -> None:
+    """Re-read every file, compare it with its row, and write verify.json. Raises UserError when a sample or the whole fails."""
     import torch
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.verify_workers))
+    workers = min(8, os.cpu_count() or 1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     head = Head(args.verifier_path) if args.verifier_path else None
     checks = "checksum, shapes, finite, ids, mask" + (", greedy tokens, final norm" if head else
                                                        " (greedy tokens and final norm need --verifier-path)")
     log(f"verify {len(samples):,} samples: {checks}")
-    failed, results, lock, work = {}, {}, threading.Lock(), queue.SimpleQueue()
-    for sample in samples:
-        work.put(sample)
-    broken: list[BaseException] = []
-    done_bytes = 0
 
-    def check(sample: Sample) -> None:
-        nonlocal done_bytes
-        path, row, result = sample_path(folder, sample.id), journal.rows[sample.id], None
+    def check(sample: Sample) -> tuple[str | None, dict | None]:
+        """(what is wrong with it, what its last states say)"""
+        path, row, result = sample_path(folder, sample.id), rows[sample.id], None
         try:
             header, begin = read_header(path)
-            check_header(header, sample, journal.facts)
+            check_header(header, sample, facts)
             ids = read_ids(parts[sample.file], sample)
             check_data(path, begin, header, ids, sample.prompt_len)
             if header["__metadata__"]["checksum"] != row["checksum"]:
@@ -981,35 +1055,25 @@ def verify(args, samples: list[Sample], parts: list[Path], journal: Journal, fol
                 if result["checked"] >= 8 and result["right"] < args.min_agreement * result["checked"]:
                     raise ValueError(f"last states choose {result['right']} of {result['checked']} response tokens")
         except (ValueError, OSError) as error:
-            with lock:
-                failed[sample.id] = str(error)
-        with lock:
+            return str(error), result
+        return None, result
+
+    failed, results, done_bytes = {}, {}, 0
+    began = last_log = time.monotonic()
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    try:
+        for number, (sample, (problem, result)) in enumerate(zip(samples, pool.map(check, samples)), 1):
+            path = sample_path(folder, sample.id)
             done_bytes += path.stat().st_size if path.exists() else 0
+            if problem:
+                failed[sample.id] = problem
             if result:
                 results[sample.id] = result
-
-    def worker() -> None:
-        while not broken:
-            try:
-                check(work.get_nowait())
-            except queue.Empty:
-                return
-            except BaseException as error:  # the main thread raises it
-                broken.append(error)
-
-    began = last_log = time.monotonic()
-    threads = [threading.Thread(target=worker, daemon=True) for _ in range(args.verify_workers)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        time.sleep(0.05)
-        if broken:
-            raise broken[0]
-        if time.monotonic() - last_log >= args.log_interval:
-            last_log = time.monotonic()
-            log(f"verify {len(samples) - work.qsize():,}/{len(samples):,} | {done_bytes / 1e9 / (last_log - began):.2f} GB/s | failed {len(failed)}")
-    if broken:
-        raise broken[0]
+            if time.monotonic() - last_log >= args.log_interval:
+                last_log = time.monotonic()
+                log(f"verify {number:,}/{len(samples):,} | {done_bytes / 1e9 / (last_log - began):.2f} GB/s | failed {len(failed)}")
+    finally:
+        pool.shutdown(cancel_futures=True)
     report = {"samples": len(samples), "checks": checks, "failed": dict(sorted(failed.items()))}
     if results:
         share = sorted(result["right"] / result["checked"] for result in results.values() if result["checked"])
@@ -1021,10 +1085,13 @@ def verify(args, samples: list[Sample], parts: list[Path], journal: Journal, fol
         log(f"verify greedy agreement with the response tokens, by sample {report['agreement']} | with the engine's own next token {next_share:.4f}")
         if next_share < NEXT_TOKEN_SHARE:
             report["failed_as_a_whole"] = (f"the last states choose the engine's next token in {next_share:.1%} of the samples, expected "
-                                           f"over {NEXT_TOKEN_SHARE:.0%}: they are not the states that its logits come from")
-    write_atomic(folder / "verify.json", json.dumps(report, indent=1) + "\n")
-    if failed or "failed_as_a_whole" in report:
+                                           f"over {NEXT_TOKEN_SHARE:.0%}: they are not the states that its logits come from. "
+                                           "Mend --verifier-path if it names another target, else the server, and begin a new --output-dir")
+    bad = failed or "failed_as_a_whole" in report
+    if bad:
         (folder / "manifest.json").unlink(missing_ok=True)  # no longer complete
+    write_atomic(folder / "verify.json", json.dumps(report, indent=1) + "\n")
+    if bad:
         kinds = collections.Counter(reason.split(" (")[0] for reason in failed.values()).most_common(4)
         raise UserError(f"{folder / 'verify.json'}: " + (report.get("failed_as_a_whole") or
                         f"{len(failed)} of {len(samples)} samples failed ({', '.join(f'{reason}: {n}' for reason, n in kinds)}). "
@@ -1032,17 +1099,33 @@ def verify(args, samples: list[Sample], parts: list[Path], journal: Journal, fol
     log(f"verify all {len(samples):,} samples good | {done_bytes / 1e9:.3f} GB in {time.monotonic() - began:.1f} s")
 
 
+def read_report(folder: Path) -> dict:
+    """verify.json of the last --verify; empty when there was none."""
+    try:
+        return json.loads((folder / "verify.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def verify_complete(args, samples: list[Sample], parts: list[Path], folder: Path) -> None:
+    """--verify of a folder that is complete: against what its manifest and index say. Raises UserError."""
+    manifest, path = read_manifest(folder, STAGE), folder / "index.jsonl"
+    if not path.is_file() or sha256_file(path) != manifest["index_sha256"]:
+        raise UserError(f"{path}: not the file that manifest.json names. Remove manifest.json and run the same command: it writes both anew.")
+    rows = {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
+    verify(args, [sample for sample in samples if sample.id in rows], rows, {fact: manifest[fact] for fact in FACTS}, parts, folder)
+
+
 def redo_failed(journal: Journal, folder: Path) -> None:
     """Forget what --verify found bad and what was quarantined, so that it is extracted again."""
-    try:
-        failed = json.loads((folder / "verify.json").read_text())["failed"]
-    except (OSError, ValueError, KeyError):
-        failed = {}
-    for sample_id in failed:
-        journal.add({"id": sample_id, "redo": True})
-        sample_path(folder, sample_id).unlink(missing_ok=True)
-    for name in ("verify.json", "quarantine.jsonl", "manifest.json") if failed or (folder / "quarantine.jsonl").exists() else ():
-        (folder / name).unlink(missing_ok=True)
+    failed = read_report(folder).get("failed", {})
+    if failed or (folder / "quarantine.jsonl").exists():
+        (folder / "manifest.json").unlink(missing_ok=True)  # first: killed here, the folder must not look complete
+        for sample_id in failed:
+            journal.add({"id": sample_id, "redo": True})
+            sample_path(folder, sample_id).unlink(missing_ok=True)
+        for name in ("verify.json", "quarantine.jsonl"):
+            (folder / name).unlink(missing_ok=True)
     log(f"redo: {len(failed)} samples that --verify found bad, and all that were quarantined")
 
 
@@ -1058,21 +1141,14 @@ def write_index(samples: list[Sample], journal: Journal, folder: Path) -> str:
     return sha256_file(folder / "index.jsonl")
 
 
-def main(argv: list[str]) -> None:
-    args = parse_args(build_parser(), "extract", argv)
-    for flag in ("data_dir", "output_dir", "base_url"):
-        if not getattr(args, flag):
-            raise UserError(f"--{flag.replace('_', '-')} is needed. See --help.")
-    if args.concurrency < 1 or args.max_length < 0 or args.limit < 0 or args.verify_workers < 1:
-        raise UserError("--concurrency and --verify-workers must be at least 1, --max-length and --limit at least 0.")
-    if args.max_disk_gb is not None and (args.max_disk_gb <= 0 or args.verify):
-        raise UserError("--max-disk-gb must be above 0, and --verify is not for it: 04_train.py --follow checks each sample before it trains on it.")
+def extract(args) -> None:
     responses = read_manifest(args.data_dir, "01_generate")
     parts = sorted(args.data_dir.glob("part-*.jsonl"))
     if not parts:
         raise UserError(f"{args.data_dir}: no part-*.jsonl. Run 01_generate.py first.")
-    for name, known in responses.get("files", {}).items():
-        if not (args.data_dir / name).is_file() or sha256_file(args.data_dir / name) != known:
+    files = responses.get("files", {})
+    for name in sorted(files.keys() | {part.name for part in parts}) if files else ():
+        if not (args.data_dir / name).is_file() or sha256_file(args.data_dir / name) != files.get(name):
             raise UserError(f"{args.data_dir / name}: not the file that 01_generate.py finished with. Run 01_generate.py again.")
     inputs = {"responses": sha256_file(args.data_dir / "manifest.json")}
     folder = args.output_dir.absolute()
@@ -1080,59 +1156,78 @@ def main(argv: list[str]) -> None:
     fixed = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs}
     if args.max_disk_gb:
         fixed["bounded"] = True
-    lock = open_stage(folder, fixed, set())  # noqa: F841  held until the process ends
+    lock = open_stage(folder, fixed, set())  # noqa: F841  held until this returns
     log(f"config {json.dumps(vars(args), default=str)}")
     log(f"inputs {json.dumps(inputs)} | responses {responses.get('counts', {}).get('kept')}")
+    if args.verify and args.verifier_path:
+        head_tensors(args.verifier_path)  # said now, not when days of extraction are over
     incoming.mkdir(parents=True, exist_ok=True)
     if args.max_disk_gb:
         if os.stat(incoming).st_dev != os.stat(folder).st_dev:
             raise UserError(f"--capture-dir {incoming}: --max-disk-gb needs it on the file system of {folder}, so that no sample lies there twice.")
         write_atomic(folder / "bound.json", json.dumps({"max_disk_gb": args.max_disk_gb}) + "\n")  # 04 plans its releases by it
     journal = Journal(folder)
-    try:
-        if args.redo_failed:
-            redo_failed(journal, folder)
-        complete = (folder / "manifest.json").exists()
-        if complete and not args.verify:
-            log("complete already")
-            log(f"done: {folder}")
-            return
-        samples, dropped = read_samples(parts, args.max_length, args.limit)
-        if not samples:
-            raise UserError(f"{args.data_dir}: no sample to extract (dropped: {dict(dropped)}).")
-        if complete:  # nothing is extracted on the way: what is damaged is reported
-            with open(folder / "index.jsonl") as file:
-                kept = {json.loads(line)["id"] for line in file}
-            verify(args, [sample for sample in samples if sample.id in kept], parts, journal, folder)
-            log(f"done: {folder}")
-            return
-        write_plan(folder, samples)
-        clean_incoming(incoming, folder)
-        run = extract_all(args, samples, parts, journal, folder, incoming)
-        clean_incoming(incoming, folder)
-        samples = [sample for sample in samples if sample.id not in run.quarantine]
-        if not samples:
-            raise UserError(f"{run.quarantine_path}: every sample failed. Mend the cause, then run this with --redo-failed.")
-        index = write_index(samples, journal, folder)
-        if args.verify:
-            verify(args, samples, parts, journal, folder)
-        dropped.update(run.quarantine.values())
-        facts = journal.facts
-        manifest = {"schema": SCHEMA, "stage": STAGE, "config": {key: fixed[key] for key in ("max_length", "limit")}, "inputs": inputs,
-                    "counts": {"kept": len(samples), "dropped": dict(sorted(dropped.items())),
-                               "truncated": sum(sample.truncated for sample in samples), "tokens": sum(sample.tokens for sample in samples)},
-                    "versions": {"sglang": facts["sglang_version"], "patch": facts["patch_hash"]},
-                    **facts, "index_sha256": index}
-        if args.max_disk_gb:
-            manifest["bounded"] = True  # index.jsonl names what was extracted; most of it has been released
-        write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise UserError(f"{folder}: the disk is full. Make room and run the same command again.") from None
+    if args.redo_failed:
+        redo_failed(journal, folder)
+    complete = (folder / "manifest.json").exists()
+    if complete and not args.verify:
+        log("complete already")
+        log(f"done: {folder}")
+        return
+    report = read_report(folder)
+    if not args.verify and (report.get("failed") or "failed_as_a_whole" in report):
+        raise UserError(f"{folder / 'verify.json'}: the last --verify failed. Extract what it names with --redo-failed, or --verify once more.")
+    samples, dropped = read_samples(parts, args.max_length, args.limit)
+    if not samples:
+        raise UserError(f"{args.data_dir}: no sample to extract (dropped: {dict(dropped)}).")
+    if complete:  # nothing is extracted on the way: what is damaged is reported
+        verify_complete(args, samples, parts, folder)
+        log(f"done: {folder}")
+        return
+    write_plan(folder, samples)
+    clean_incoming(incoming, folder)
+    run = extract_all(args, samples, parts, journal, folder, incoming)
+    clean_incoming(incoming, folder)
+    samples = [sample for sample in samples if sample.id not in run.quarantine]
+    if not samples:
+        raise UserError(f"{run.quarantine_path}: every sample failed. Mend the cause, then run this with --redo-failed.")
+    index = write_index(samples, journal, folder)
+    if args.verify:
+        verify(args, samples, journal.rows, journal.facts, parts, folder)
+    dropped.update(run.quarantine.values())
+    facts = journal.facts
+    manifest = {"schema": SCHEMA, "stage": STAGE, "config": {key: fixed[key] for key in ("max_length", "limit")}, "inputs": inputs,
+                "counts": {"kept": len(samples), "dropped": dict(sorted(dropped.items())),
+                           "truncated": sum(sample.truncated for sample in samples), "tokens": sum(sample.tokens for sample in samples)},
+                "versions": {"sglang": facts["sglang_version"], "patch": facts["patch_hash"]},
+                **facts, "index_sha256": index}
+    if args.max_disk_gb:
+        manifest["bounded"] = True  # index.jsonl names what was extracted; most of it has been released
+    write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     log(f"kept {manifest['counts']['kept']:,} | dropped {dict(dropped)} | truncated {manifest['counts']['truncated']:,} | "
         f"tokens {manifest['counts']['tokens']:,}")
     log(f"done: {folder}")
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(build_parser(), "extract", argv)
+    for flag in ("data_dir", "output_dir", "base_url"):
+        if not getattr(args, flag):
+            raise UserError(f"--{flag.replace('_', '-')} is needed. See --help.")
+    if args.concurrency < 1 or min(args.max_length, args.limit, args.verify_positions) < 0:
+        raise UserError("--concurrency must be at least 1, --max-length, --limit and --verify-positions at least 0.")
+    if not (args.request_timeout > 0 and args.log_interval > 0 and args.server_wait >= 0 and args.max_failed >= 0):
+        raise UserError("--request-timeout and --log-interval must be above 0, --server-wait and --max-failed at least 0.")
+    if args.max_disk_gb is not None and (not 0 < args.max_disk_gb < math.inf or args.verify):
+        raise UserError("--max-disk-gb must be above 0, and --verify is not for it: 04_train.py --follow checks each sample before it trains on it.")
+    try:
+        extract(args)
+    except OSError as error:
+        if error.errno in FULL:
+            raise UserError(f"{args.output_dir}: the disk is full. Make room and run the same command again.") from None
+        if isinstance(error, PermissionError):
+            raise UserError(f"{error.filename}: {error.strerror}. Give this user the right to it, or run 03 as the server's user.") from None
+        raise
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ Captured are only requests whose rid is `eagle3:<run>:<prompt_len>:<tokens>:<id>
 and appears (rename) when it is whole. A sample that could not be written leaves `<id>.error` with one line, `<kind>: <text>`;
 kind is `refused` (this server cannot capture: its flags), `retry` (send it again), `data` (not finite) or `write` (OSError).
 
-Other settings: EAGLE3_CAPTURE_BUFFER_MB (2048), host memory for rows in flight: a prefill that finds none free waits;
-EAGLE3_CAPTURE_THREADS (half the cores, 4 to 8), writer threads.
+EAGLE3_CAPTURE_BUFFER_MB (2048) bounds the host memory for rows in flight: a prefill that finds none free waits.
 
 Shapes: N rows of a batch, T tokens of a sample, H hidden. "Layer L" is the residual stream entering layer L.
 """
@@ -292,7 +291,11 @@ class Capture:
         if len(layers) != 3 or layers != sorted(set(layers)) or not 0 < layers[0] <= layers[-1] < count:
             raise Refused(f"EAGLE3_CAPTURE_LAYERS is {os.environ.get('EAGLE3_CAPTURE_LAYERS')!r}. Name three ascending layers "
                           f"from 1 to {count - 1}, like 3,31,59.")
-        self.layers, self.needed_by_sglang = layers, set_layers(model, layers)
+        buffer = os.environ.get("EAGLE3_CAPTURE_BUFFER_MB", "2048")
+        if not buffer.isdecimal():
+            raise Refused(f"EAGLE3_CAPTURE_BUFFER_MB is {buffer!r}. Give a number of MB, like 2048.")
+        self.buffer_bytes = int(buffer) << 20
+        self.needed_by_sglang = set_layers(model, layers)
         self.folder = Path(os.environ[DIR_VARIABLE]).absolute()
         self.metadata = {"schema": str(SCHEMA), "target": Path(settings["model_path"]).name,
                          "capture_layers": ",".join(map(str, layers)), "sglang_version": sglang.__version__,
@@ -309,11 +312,9 @@ class Capture:
         """Slots, threads and stream are made for the first rows: CUDA graph capture allows no allocation of pinned memory."""
         self.row_bytes = 4 * width * dtype.itemsize + 4
         self.slot_rows = max(1, (SLOT_BYTES - 1) // self.row_bytes)
-        limit = int(os.environ.get("EAGLE3_CAPTURE_BUFFER_MB", "2048")) << 20
-        self.slots = max(2, limit // max(SLOT_BYTES, self.row_bytes + 1))  # how many may still be made
+        self.slots = max(2, self.buffer_bytes // max(SLOT_BYTES, self.row_bytes + 1))  # how many may still be made
         self.free: queue.SimpleQueue = queue.SimpleQueue()
-        default = min(8, max(4, (os.cpu_count() or 4) // 2))
-        self.threads = [Writer(self.free) for _ in range(int(os.environ.get("EAGLE3_CAPTURE_THREADS", default)))]
+        self.threads = [Writer(self.free) for _ in range(min(8, max(4, (os.cpu_count() or 4) // 2)))]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.metadata["dtype"] = str(dtype).removeprefix("torch.")
         logger.info("eagle3_capture: %d bytes a token, %d slots of %d rows, %d threads", self.row_bytes, self.slots, self.slot_rows,
@@ -402,15 +403,23 @@ def capture(model, positions: torch.Tensor, forward_batch, hidden_states: torch.
 
 
 def forward_hook(config: dict):
-    """Factory for SGLang 0.5.23's own hooks: capture without the patch, from any target that SGLang serves with EAGLE3.
+    """Factory for SGLang 0.5.23's own hooks: capture without the patch, from targets that SGLang serves with EAGLE3.
 
     PYTHONPATH=patches ... --enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids 3 31 59
     --forward-hooks '[{"target_modules": ["model"], "hook_factory": "eagle3_capture:forward_hook"}]'
     target_modules: the decoder without its head ("language_model.model" inside a multimodal wrapper). Some models, Llama among them,
     add 1 to the ids: give 2 30 58 for them. What the server then captures is compared with EAGLE3_CAPTURE_LAYERS.
+    Qwen3-VL and GLM5-Next hand the batch over by keyword, which such hooks do not see: refused.
     """
     def hook(module, args, output):
-        forward_batch = next(argument for argument in args if hasattr(argument, "extend_seq_lens_cpu"))
+        if not _enabled:
+            return
+        forward_batch = next((argument for argument in args if hasattr(argument, "extend_seq_lens_cpu")), None)
+        if forward_batch is None:
+            raise Refused(f"{type(module).__name__} gets its batch by keyword, which SGLang's hooks do not see. Choose another target.")
+        if not isinstance(output, tuple):
+            raise Refused(f"{type(module).__name__} returns no captured layers. Name the decoder without its head in target_modules, and start "
+                          "the server with --enable-return-aux-hidden-states and --return-aux-hidden-state-layer-ids.")
         model = types.SimpleNamespace(model=module, config=module.config)
         hidden_states, aux_hidden_states = output
         capture(model, None, forward_batch, hidden_states, aux_hidden_states)

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -47,13 +48,14 @@ class UserError(Exception):
     """Bad input or configuration. The message says what, where and what to do; the script ends with exit code 2."""
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones."""
+def write_atomic(path: Path, data: bytes | str, like: Path) -> None:
+    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones. Its permissions are those of `like`."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
+    shutil.copymode(like, temporary)
     os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)  # the rename itself must survive a power cut
@@ -126,19 +128,20 @@ def apply(there: Installation, versions: dict[str, str], add_version: bool) -> s
     if add_version and not there.known(versions):
         key = there.version if there.version not in versions else f"{there.version}+eagle3.{sha256(there.original)[:8]}"
         versions[key] = sha256(there.original)
-        write_atomic(VERSIONS, json.dumps(dict(sorted(versions.items(), key=lambda item: release_order(item[0]))), indent=1) + "\n")
+        in_order = dict(sorted(versions.items(), key=lambda item: release_order(item[0])))
+        write_atomic(VERSIONS, json.dumps(in_order, indent=1) + "\n", VERSIONS)
     there.require_known(versions)
-    write_atomic(there.capture, CAPTURE.read_bytes())  # first: the call must never stand there without it
-    write_atomic(there.kept, there.original)
+    write_atomic(there.capture, CAPTURE.read_bytes(), there.target)  # first: the call must never stand there without it
+    write_atomic(there.kept, there.original, there.target)
     if there.text != patched:
-        write_atomic(there.target, patched)
-    return f"patched (patch {sha256(CAPTURE.read_text())[:12]}, the original is kept as {there.kept.name})"
+        write_atomic(there.target, patched, there.target)
+    return status(Installation(there.folder), versions)
 
 
 def restore(there: Installation, versions: dict[str, str]) -> str:
     if there.patched:
         there.require_known(versions)
-        write_atomic(there.target, there.original)
+        write_atomic(there.target, there.original, there.target)
     elif there.kept.exists():
         there.require_known(versions)  # a leftover beside a file that is neither: somebody else's business
     for path in (there.kept, there.capture, *(there.capture.parent / "__pycache__").glob("eagle3_capture.*.pyc")):
@@ -149,7 +152,7 @@ def restore(there: Installation, versions: dict[str, str]) -> str:
 def status(there: Installation, versions: dict[str, str]) -> str:
     there.require_known(versions)
     if not there.patched:
-        return "original" if there.version in versions else f"original (added as {there.version})"
+        return "original"
     if there.text != insert(there.original, there.target) or not there.capture.exists() \
             or there.capture.read_bytes() != CAPTURE.read_bytes():
         return "patched by another state of this patch. Run `apply` again"
@@ -173,7 +176,8 @@ def main(argv: list[str]) -> None:
         outcome = {"apply": lambda: apply(there, versions, args.add_version), "restore": lambda: restore(there, versions),
                    "status": lambda: status(there, versions)}[args.command]()
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}. Run this as the user who owns that SGLang.") from None
+        remedy = "Run this as the user who owns that SGLang" if isinstance(error, PermissionError) else "Mend that and run this again"
+        raise UserError(f"{error.filename or folder}: {error.strerror}. {remedy}.") from None
     print(f"sglang {there.version} at {folder}: {outcome}")
 
 

@@ -589,3 +589,20 @@ def test_bad_layers_are_refused(module, monkeypatch, layers):
     with pytest.raises(module.capture.Refused, match="Name three ascending layers"):
         module.feed(batch((rid("r", range(5), "a"), 0, 5)))
     assert (module.folder / "a.error").read_text().startswith("refused: EAGLE3_CAPTURE_LAYERS")
+
+
+def test_a_hook_that_cannot_capture_is_refused_in_words(module):
+    hook, forward_batch = module.capture.forward_hook({}), batch((rid("r", range(2), "a"), 0, 2))
+    states = torch.randn(2, H)  # two rows: they would unpack
+    with pytest.raises(module.capture.Refused, match="Tensor gets its batch by keyword"):
+        hook(states, (), (states, states))
+    with pytest.raises(module.capture.Refused, match="Tensor returns no captured layers. Name the decoder"):
+        hook(states, (None, None, forward_batch), states)
+
+
+@pytest.mark.parametrize("buffer", ["2 GB", "-1"])
+def test_a_buffer_that_is_no_number_is_refused(module, monkeypatch, buffer):
+    monkeypatch.setenv("EAGLE3_CAPTURE_BUFFER_MB", buffer)
+    with pytest.raises(module.capture.Refused, match="Give a number of MB"):
+        module.feed(batch((rid("r", range(5), "a"), 0, 5)))
+    assert (module.folder / "a.error").read_text().startswith("refused: EAGLE3_CAPTURE_BUFFER_MB")

@@ -1,5 +1,9 @@
 """03_extract on the real engine: killed and resumed it ends in the same bytes; each kind of damage is found; a full disk loses nothing."""
+import contextlib
+import fcntl
+import gc
 import hashlib
+import http.server
 import json
 import os
 import random
@@ -7,13 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, TINY_KIMI, Engine, free_port, load_script, post
 from test_capture import text_model
@@ -231,13 +236,18 @@ def rewrite(path: Path, change) -> None:
 
 
 def restamp(folder: Path) -> None:
-    """Write the files' checksums into the journal, as if they had arrived so."""
+    """Write the files' checksums into journal, index and manifest, as if they had arrived so."""
     lines = [json.loads(line) for line in (folder / "landed.jsonl").read_text().splitlines()]
     for row in lines:
         if "id" in row:
             raw = sample_path(folder, row["id"]).read_bytes()
             row["checksum"] = json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["checksum"]
     (folder / "landed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    rows = sorted((row for row in lines if "id" in row), key=lambda row: row["id"])
+    (folder / "index.jsonl").write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["index_sha256"] = hashlib.sha256((folder / "index.jsonl").read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.fixture(scope="module")
@@ -343,6 +353,18 @@ def test_bad_input_is_one_line(responses, capture_dir, tmp_path):
     assert "part-00000.jsonl:1: no row" in extract(torn, tmp_path / "o4", "http://127.0.0.1:9", capture_dir, code=2).stderr
 
 
+def test_other_responses_than_01_finished_with_are_refused(stage):
+    manifest = stage.responses / "manifest.json"
+    names = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in stage.responses.glob("part-*.jsonl")}
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": names}))
+    assert stage("--limit", 2) == ""
+    (stage.responses / "part-00007.jsonl").write_text('{"id": "b", "prompt_ids": [5], "response_ids": [6]}\n')
+    assert "part-00007.jsonl: not the file that 01_generate.py finished with" in stage("--limit", 2)
+    (stage.responses / "part-00007.jsonl").unlink()
+    (stage.responses / "part-00001.jsonl").unlink()
+    assert "part-00001.jsonl: not the file that 01_generate.py finished with" in stage("--limit", 2)
+
+
 def test_two_processes_on_one_folder(responses, server, capture_dir, tmp_path):
     first = subprocess.Popen(command(responses, tmp_path / "out", server.url, capture_dir), stdout=subprocess.DEVNULL, cwd=ROOT)
     while not (tmp_path / "out/landed.jsonl").exists():
@@ -420,3 +442,336 @@ def test_memory_of_a_long_list_is_flat(tmp_path):
     out = subprocess.run([sys.executable, "-c", script, str(ROOT / "tests"), str(responses / "part-00000.jsonl")], text=True, capture_output=True, check=True)
     count, grown = map(int, out.stdout.split())
     assert count == 30000 and grown < 40, f"{grown} MiB for 30,000 samples"
+
+
+# ---- Against a stand-in for the server: what a real one does seldom, and what goes wrong on this side ----
+WIDTH = 8
+
+
+def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str) -> bytes:
+    """A file as eagle3_capture writes it."""
+    T = len(ids)
+    tensors = {"aux_hidden_states": ("F32", np.full((T, 3 * WIDTH), 0.5, np.float32)),
+               "last_hidden_states": ("F32", np.ones((T, WIDTH), np.float32)), "input_ids": ("I32", np.array(ids, np.int32)),
+               "loss_mask": ("U8", np.array([0] * prompt_len + [1] * (T - prompt_len), np.uint8))}
+    data = b"".join(array.tobytes() for _, array in tensors.values())
+    header, end = {"__metadata__": {"schema": "1", "target": "stub", "capture_layers": layers, "sglang_version": "0.5.23", "patch_hash": "0",
+                                    "dtype": "float32", "id": sample_id, "prompt_len": str(prompt_len),
+                                    "checksum": f"sha256:{hashlib.sha256(data).hexdigest()}"}}, 0
+    for name, (kind, array) in tensors.items():
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+class StandIn:
+    """Answers at once and writes constant states.
+
+    before(id, folder) may return (status, body) to answer with instead, or "silent" to write nothing.
+    """
+
+    def __init__(self, folder: Path, layers: str = "1,2,3"):
+        self.folder, self.layers, self.asked = folder, layers, []
+        self.before = lambda sample_id, folder: None
+        stand_in = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def reply(self, status: int, body: dict):
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self):
+                self.reply(200, {})
+
+            def do_POST(self):
+                self.reply(*stand_in.generate(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+            def log_message(self, *args):
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def generate(self, body: dict) -> tuple[int, dict]:
+        _, run, prompt_len, _, sample_id = body["rid"].split(":")
+        self.asked.append(sample_id)
+        folder = self.folder / run
+        folder.mkdir(parents=True, exist_ok=True)
+        instead = self.before(sample_id, folder)
+        if isinstance(instead, tuple):
+            return instead
+        if instead != "silent":
+            (folder / "tmp").mkdir(exist_ok=True)
+            (folder / "tmp" / sample_id).write_bytes(captured(sample_id, int(prompt_len), body["input_ids"], self.layers))
+            (folder / "tmp" / sample_id).rename(folder / f"{sample_id}.safetensors")
+        return 200, {"output_ids": [0], "meta_info": {"prompt_tokens": len(body["input_ids"])}}
+
+
+class Stage:
+    """03 in this process on 20 samples of 7 tokens: call(flags) -> the line it ends with, "" where it ends well."""
+
+    def __init__(self, folder: Path):
+        self.script, self.folder, self.incoming = load_script("03_extract"), folder / "hidden_states", folder / "incoming"
+        rows = [{"id": f"s{number:02d}", "prompt_ids": [5, 6, 7], "response_ids": [0, 0, 0, 0]} for number in range(20)]
+        self.responses = write_responses(folder / "responses", rows)
+        self.servers = [StandIn(self.incoming)]
+
+    def __call__(self, *more) -> str:
+        urls = [word for server in self.servers for word in ("--base-url", server.url)]
+        try:
+            self.script.main(["--data-dir", str(self.responses), "--output-dir", str(self.folder), "--capture-dir", str(self.incoming),
+                              "--concurrency", "4", *urls, *map(str, more)])
+        except self.script.UserError as error:
+            said = str(error)
+        else:
+            return ""
+        assert "\n" not in said
+        self.let_go()
+        return said
+
+    def let_go(self) -> None:
+        """Wait until the lock is gone, which a process would lose by ending: its workers end first."""
+        deadline = time.monotonic() + 20
+        while (self.folder / ".lock").exists():
+            gc.collect()
+            with open(self.folder / ".lock") as file, contextlib.suppress(BlockingIOError):
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def quarantine(self) -> dict[str, str]:
+        path = self.folder / "quarantine.jsonl"
+        return {row["id"]: row["reason"] for row in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+
+    def complete(self) -> bool:
+        return (self.folder / "manifest.json").exists()
+
+
+@pytest.fixture
+def stage(tmp_path):
+    stage = Stage(tmp_path)
+    yield stage
+    for server in stage.servers:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+def test_too_many_failed_samples_are_not_forgotten(stage):
+    """However fast the last of them fail, and also when the same command is given again."""
+    stage.servers[0].before = lambda sample_id, folder: (400, {}) if int(sample_id[1:]) % 2 else None
+    assert "of 20 samples failed" in stage() and not stage.complete()
+    assert "of 20 samples failed" in stage() and not stage.complete()
+    assert stage("--max-failed", 0.5) == "" and stage.complete()
+
+
+def test_a_busy_server_is_asked_again(stage, capsys, monkeypatch):
+    monkeypatch.setattr(stage.script, "ATTEMPTS", 1)
+    began = time.monotonic()
+    stage.servers[0].before = lambda sample_id, folder: (503, {"message": "queue full"}) if time.monotonic() - began < 0.5 else None
+    assert stage() == "" and stage.quarantine() == {}
+    assert capsys.readouterr().out.count("is busy (HTTP 503") == 1
+
+
+def test_of_two_servers_that_differ_one_is_refused(stage, monkeypatch):
+    """Also when the first file of each arrives in the same moment."""
+    stage.servers.append(StandIn(stage.incoming, "4,5,6"))
+    both, check = threading.Barrier(2), stage.script.check_header
+
+    def check_header(*args):
+        found = check(*args)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1)
+        return found
+
+    monkeypatch.setattr(stage.script, "check_header", check_header)
+    assert "was captured with another capture_layers" in stage("--limit", 2)
+
+
+def test_only_the_sample_that_kills_servers_is_quarantined(stage, monkeypatch):
+    """Not those that were in flight with it each time."""
+    server, deaths = stage.servers[0], []
+    server.http.handle_error = lambda *args: None
+
+    def before(sample_id, folder):
+        had = len(deaths)
+        time.sleep(0.3 if sample_id == "s02" else 0.6)
+        if sample_id == "s02":
+            deaths.append(sample_id)
+        if len(deaths) > had:
+            raise ConnectionAbortedError
+
+    server.before = before
+    monkeypatch.setattr(stage.script, "DEATHS", 3)
+    assert stage("--limit", 6) == "" and stage.quarantine() == {"s02": "the server died 3 times"}
+
+
+def test_a_sample_that_the_server_cuts_is_quarantined(stage):
+    def cut(sample_id, folder):
+        return (200, {"output_ids": [0], "meta_info": {"prompt_tokens": 5}}) if sample_id == "s03" else None
+
+    stage.servers[0].before = cut
+    assert stage() == "" and stage.quarantine() == {"s03": "cut by the server"}
+
+
+def test_a_slow_first_file_is_waited_for(stage, monkeypatch):
+    def slowly(sample_id, folder):
+        path = folder / f"{sample_id}.safetensors.tmp"
+        path.write_bytes(captured(sample_id, 3, [5, 6, 7, 0, 0, 0, 0], "1,2,3"))
+
+        def finish():
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(path.with_suffix(""))
+
+        threading.Timer(0.5, finish).start()
+        return "silent"
+
+    monkeypatch.setattr(stage.script, "FIRST_FILE_S", 0.2)
+    stage.servers[0].before = slowly
+    assert stage("--concurrency", 20) == ""
+    shutil.rmtree(stage.folder)
+    monkeypatch.setattr(stage.script, "NEXT_FILE_S", 0.3)
+    assert "the file of s" in stage("--concurrency", 20)
+
+
+@pytest.mark.parametrize("error, words", [
+    ("write: [Errno 28] No space left on device", "the disk is full"), ("write: [Errno 122] Disk quota exceeded", "the disk is full"),
+    ("write: [Errno 13] Permission denied: '/x'", "cannot write there ([Errno 13] Permission denied: '/x'). Mend that"),
+    ("refused: the radix cache is on.", "the radix cache is on. Start the server anew")])
+def test_what_the_server_could_not_do_is_one_line(stage, error, words):
+    def fail(sample_id, folder):
+        (folder / f"{sample_id}.error").write_text(error + "\n")
+        return "silent"
+
+    stage.servers[0].before = fail
+    assert words in stage() and stage.quarantine() == {}
+
+
+@pytest.mark.parametrize("where", ["landing", "quarantine", "begin"])
+@pytest.mark.parametrize("number, words", [(28, "the disk is full"), (122, "the disk is full"), (13, "Permission denied")])
+def test_a_failure_on_this_side_is_not_the_servers(stage, monkeypatch, where, number, words):
+    """It ends the run in one line; no sample is blamed for it, and the same command goes on."""
+    def fail(*args):
+        raise OSError(number, os.strerror(number), "/there")
+
+    with monkeypatch.context() as patch:
+        if where == "landing":
+            patch.setattr(stage.script.Journal, "add", fail)
+        elif where == "begin":
+            patch.setattr(stage.script, "write_atomic", fail)
+        else:
+            stage.servers[0].before = lambda sample_id, folder: (400, {}) if sample_id == "s03" else None
+            patch.setattr(stage.script.Extraction, "put_aside", fail)
+        assert words in stage() and not stage.complete()
+    assert stage() == "" and set(stage.quarantine()) <= {"s03"}
+
+
+def test_figures_of_the_log_are_those_of_this_folder(stage, capsys, tmp_path):
+    """The size of a token is the files', whatever the target's config says; samples whose files are gone are not counted as done."""
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": WIDTH}))
+    stage.servers[0].before = lambda sample_id, folder: time.sleep(0.1)
+    assert stage("--verifier-path", tmp_path) == ""
+    said = capsys.readouterr().out
+    assert "(69 bytes a token)" in said and "(133 bytes a token)" in said  # bf16 expected, float32 seen
+    (stage.folder / "manifest.json").unlink()
+    for number in range(5, 20):
+        sample_path(stage.folder, f"s{number:02d}").unlink()
+    assert stage("--log-interval", 0.05) == ""
+    counts = [int(line.split(" sample ")[1].split("/20 ")[0]) for line in capsys.readouterr().out.splitlines() if " sample " in line]
+    assert counts[0] < 10 and counts == sorted(counts) and counts[-1] <= 20
+
+
+@pytest.mark.parametrize("flags", [["--concurrency", 0], ["--verify-positions", -1], ["--request-timeout", 0], ["--log-interval", 0],
+                                   ["--server-wait", "nan"], ["--max-failed", -1], ["--max-disk-gb", "inf"], ["--max-disk-gb", "nan"]])
+def test_flags_out_of_range_are_one_line(stage, flags):
+    assert flags[0] in stage(*flags) and not stage.folder.exists()
+
+
+# ---- --verify, its report and what follows from it ----
+def test_a_flipped_bit_of_a_header_is_found(tmp_path):
+    script = load_script("03_extract")
+    sample = script.Sample("a", 0, 0, 3, 7, False)
+    good = captured("a", 3, [5, 6, 7, 0, 0, 0, 0], "1,2,3")
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(good)
+    header, begin = script.read_header(path)
+    facts = script.check_header(header, sample, None)
+    for at in range(begin):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1:])
+        try:
+            found, _ = script.read_header(path)
+            script.check_header(found, sample, facts)
+        except ValueError:
+            continue
+        assert found["__metadata__"]["checksum"] != header["__metadata__"]["checksum"], at  # which is compared with the index
+
+
+def test_verify_of_a_complete_folder_trusts_nothing_else_than_its_manifest(stage):
+    assert stage() == "" and stage("--verify") == ""
+    journal = stage.folder / "landed.jsonl"
+    journal.write_bytes(journal.read_bytes()[:300])  # its end is lost: the index has it all
+    assert stage("--verify") == ""
+    index = stage.folder / "index.jsonl"
+    index.write_text("".join(index.read_text().splitlines(keepends=True)[:3]))
+    assert "not the file that manifest.json names" in stage("--verify")
+    index.unlink()
+    assert "not the file that manifest.json names" in stage("--verify")
+    (stage.folder / "manifest.json").unlink()
+    assert stage("--verify") == "" and len(index.read_text().splitlines()) == 20
+
+
+def damage(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-100] ^= 1
+    path.write_bytes(raw)
+
+
+def test_a_failed_verify_is_not_forgotten(stage):
+    assert stage() == ""
+    damage(sample_path(stage.folder, "s05"))
+    assert "1 of 20 samples failed (checksum: 1)" in stage("--verify") and not stage.complete()
+    assert "the last --verify failed" in stage() and not stage.complete()
+    assert stage("--redo-failed") == "" and stage("--verify") == "" and stage.complete()
+
+
+def test_killed_while_it_writes_the_report_or_redoes(stage, monkeypatch):
+    """At no moment does a folder with known damage look complete."""
+    def killed(*args):
+        raise RuntimeError("killed")
+
+    assert stage() == ""
+    damage(sample_path(stage.folder, "s05"))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(stage.script, "write_atomic", lambda path, data: killed() if path.name == "verify.json" else None)
+        stage("--verify")
+    stage.let_go()
+    assert not stage.complete()
+    assert "1 of 20 samples failed" in stage("--verify")
+    (stage.folder / "manifest.json").write_text("{}")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(stage.script.Journal, "add", killed)
+        stage("--redo-failed")
+    stage.let_go()
+    assert not stage.complete()
+    assert stage("--redo-failed") == "" and stage.complete()
+
+
+def test_a_target_that_verify_cannot_use_is_named_before_anything_is_sent(stage, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    assert "no readable safetensors of the target" in stage("--verify", "--verifier-path", target)
+    save_file({"model.norm.weight": torch.ones(WIDTH), "lm_head.weight": torch.eye(WIDTH).to(torch.uint8)}, target / "model.safetensors")
+    assert "lm_head.weight is quantised (U8)" in stage("--verify", "--verifier-path", target)
+    save_file({"model.norm.weight": torch.ones(WIDTH)}, target / "model.safetensors")
+    assert "no lm_head.weight among its tensors" in stage("--verify", "--verifier-path", target)
+    (target / "model.safetensors").write_bytes(b"x" * 100)
+    assert "no readable safetensors of the target" in stage("--verify", "--verifier-path", target)
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(("model.norm.weight", "lm_head.weight"), "a.safetensors")}))
+    assert "a.safetensors" in stage("--verify", "--verifier-path", target) and stage.servers[0].asked == []
+    save_file({"model.norm.weight": torch.ones(WIDTH), "lm_head.weight": torch.eye(WIDTH)}, target / "a.safetensors")
+    assert stage("--verify", "--verifier-path", target) == ""  # every state chooses token 0, as the responses do

@@ -1,6 +1,7 @@
 """The patcher: original bytes come back, what it does not know it leaves alone, and a patched server is the original until asked."""
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -144,15 +145,32 @@ def test_a_version_can_be_added(sglang, tmp_path):
     assert own("restore").returncode == 0 and files(sglang) == before
 
 
-def test_not_allowed_to_write_is_one_line(sglang, monkeypatch):
+@pytest.mark.parametrize("error, words", [
+    (PermissionError(13, "Permission denied", "/there"), "/there: Permission denied. Run this as the user who owns that SGLang."),
+    (OSError(28, "No space left on device"), "sglang: No space left on device. Mend that")])
+def test_not_able_to_write_is_one_line(sglang, monkeypatch, error, words):
     patcher = load_script("sglang_patch")
 
-    def deny(path, data):
-        raise PermissionError(13, "Permission denied", str(path))
+    def fail(*args):
+        raise error
 
-    monkeypatch.setattr(patcher, "write_atomic", deny)
-    with pytest.raises(patcher.UserError, match="Permission denied. Run this as the user who owns"):
+    monkeypatch.setattr(patcher, "write_atomic", fail)
+    with pytest.raises(patcher.UserError, match=words):
         patcher.main(["apply", "--sglang-path", str(sglang)])
+
+
+def test_who_could_read_the_original_can_read_what_is_written(sglang):
+    """Also when it is patched by a user whose umask lets nobody else read."""
+    (sglang / TARGET).chmod(0o644)
+    old = os.umask(0o077)
+    try:
+        run(sglang, "apply")
+        written = (TARGET, "srt/eagle3_capture.py", f"{TARGET}.eagle3_original")
+        assert {oct((sglang / name).stat().st_mode & 0o777) for name in written} == {"0o644"}
+        run(sglang, "restore")
+        assert oct((sglang / TARGET).stat().st_mode & 0o777) == "0o644"
+    finally:
+        os.umask(old)
 
 
 def test_a_patched_server_without_the_variable_is_the_original(engine, patched_sglang, tmp_path):
