@@ -1,7 +1,7 @@
 """What does 05_benchmark.py's own client cost? Its tok/s beside that of SGLang's serving benchmark, in turns, on one running server.
 
-    python scripts/serve.py --config configs/quickstart.yaml --role speculative &
-    python scripts/bench_client.py --base-url http://127.0.0.1:30000 --prompts configs/quickstart_prompts.jsonl --tokenizer scripts/tiny_kimi
+    python3 scripts/serve.py --config configs/quickstart-gpu.yaml --role speculative --log server.log      # in another shell
+    python3 scripts/bench_client.py --base-url http://127.0.0.1:30212 --prompts configs/quickstart_prompts.jsonl --tokenizer scripts/tiny_kimi
 
 Both send the same prompts (05 as ids, SGLang's benchmark as their text), the same number in flight, answers of --max-tokens tokens at
 temperature 0, and empty the radix cache first. The first round warms both up and is not counted. Needs a server with EAGLE3: 05 refuses

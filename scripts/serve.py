@@ -39,6 +39,8 @@ def server_command(servers: dict, role: str) -> tuple[list[str], dict[str, str]]
             raise UserError(f"servers.{name}: no such role in the run file; there are {sorted(servers)}.")
         if name in [seen for seen, _ in chain]:
             raise UserError(f"servers.{role}: `extends` goes in a circle.")
+        if not isinstance(servers[name], dict):
+            raise UserError(f"servers.{name}: no keys in it; known: extends, command, flags, env.")
         chain.append((name, servers[name]))
         unknown = sorted(set(servers[name]) - {"extends", "command", "flags", "env"})
         if unknown:

@@ -225,3 +225,10 @@ def test_shell_scripts_refuse_in_one_line(script, env, text, tmp_path):
     done = subprocess.run(["bash", *f"{ROOT}/scripts/{script}".format(**fill).split()], env={**os.environ, **env}, text=True, capture_output=True)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and done.stderr.startswith(text.format(**fill)), done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["05_benchmark", "serve"])
+def test_a_role_without_keys_is_one_line(name):
+    script = load_script(name)
+    with pytest.raises(script.UserError, match="servers.plain: no keys in it"):
+        script.server_command({"plain": None, "extract": {"extends": "plain"}}, "extract")
