@@ -911,6 +911,13 @@ def level_remarks(level: str, variant: str, f: dict, version: str | None) -> lis
     return [f"- {level} stream(s), {variant}: {sentence}" for sentence in said]
 
 
+def prediction_sentence(check: dict) -> str:
+    whose = f"its validation samples ({check['equal_answers']} with exactly the predicted counts)" if check["of_validation"] else \
+        "other prompts than its validation samples"
+    return (f"Training predicted {check['predicted']:.3f}, served {check['served']:.3f} on {check['answers']} answers to {whose}, "
+            f"drafts beyond the end of an answer left out: ratio {check['ratio']:.3f}.")
+
+
 def report_markdown(report: dict, plots: list[str]) -> str:
     config, prompts, out = report["config"], report["prompts"], ["# Drafter benchmark", ""]
     if report["units_done"] < report["units_planned"]:
@@ -930,12 +937,8 @@ def report_markdown(report: dict, plots: list[str]) -> str:
             continue
         out += ["", f"## Acceptance of {variant}", "", accept_table("source", found["by_source"]), "",
                 accept_table("thinking", found["by_thinking"]), "", accept_table("context at the end, tokens", found["by_context"]), ""]
-        check = found["prediction"]
-        if check:
-            what = f"its validation samples ({check['equal_answers']} with exactly the predicted counts)" if check["of_validation"] else \
-                "other prompts than its validation samples"
-            out.append(f"Training predicted {check['predicted']:.3f}, served {check['served']:.3f} on {check['answers']} answers to {what}, "
-                       f"drafts beyond the end of an answer left out: ratio {check['ratio']:.3f}.")
+        if found["prediction"]:
+            out.append(prediction_sentence(found["prediction"]))
     if report.get("sweep"):
         out += ["", "## Best flags", ""]
         out += [f"- {level} stream(s): {best['variant']} ({best['tok_s']:,.1f} tok/s)\n\n      {best['command']}"
@@ -1610,6 +1613,9 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
     endpoints.close()
     found = report(plots=True)
     print(figures_table(found), flush=True)
+    for variant, served in found["variants"].items():
+        if served["prediction"]:
+            log(f"{variant}: {prediction_sentence(served['prediction'])}")
     for level, said in found["verdict"].items():
         log(f"verdict at {level} stream(s): {said}")
     for finding in found.get("doctor", {}).get("findings", []):
