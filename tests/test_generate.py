@@ -219,15 +219,15 @@ def test_failover_and_outage(tmp_path, capsys):
     assert code == 2 and api.url in err and "no answer for 1 s" in err and 6 <= len(rows_of(tmp_path / "gone")) <= 14
 
 
-@pytest.mark.parametrize("bad", [Reply("slow down", 429, {"Retry-After": "3"}), Reply("busy", 503), Reply("oops", 500)],
+@pytest.mark.parametrize("bad", [Reply("slow down", 429, {"Retry-After": "60"}), Reply("busy", 503), Reply("oops", 500)],
                          ids=lambda reply: str(reply.status))
 def test_a_server_that_gives_only_errors_does_not_draw_every_request(bad, tmp_path, capsys):
     """It has nothing in flight, so it is always the least busy one."""
     with ApiServer(lambda body, nth: bad) as broken, ApiServer(fine) as healthy:
         began = time.monotonic()
-        argv = flags(broken.url, prompts(tmp_path / "p.jsonl", 20), tmp_path / "out", "--base-url", healthy.url, "--outage-s", 2)
+        argv = flags(broken.url, prompts(tmp_path / "p.jsonl", 20), tmp_path / "out", "--base-url", healthy.url)
         code, *_ = run_here(argv, capsys)
-    assert code == 0 and len(rows_of(tmp_path / "out")) == 20 and sum(broken.asked.values()) <= 10 and time.monotonic() - began < 2.5
+    assert code == 0 and len(rows_of(tmp_path / "out")) == 20 and sum(broken.asked.values()) <= 10 and time.monotonic() - began < 30
 
 
 def test_sglang_behind_a_gateway_that_is_not_up_yet_is_no_text_api(tmp_path, capsys):
