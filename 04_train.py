@@ -2291,6 +2291,9 @@ def main(argv: list[str]) -> None:
             raise UserError(f"{args.finetune_from}/model.safetensors: {error}") from None
     else:
         draft.initialise(args.seed)
+        if place.world > 1:  # GPUs of two models draw other numbers from one seed
+            dist.broadcast(draft.master.flat, 0)
+            draft.refresh()
     trainer, best, seen = Trainer(draft, args), None, None
     if checkpoints(output):
         best, seen = load_checkpoint(checkpoints(output)[-1][1], trainer)
