@@ -943,6 +943,7 @@ def report_markdown(report: dict, plots: list[str]) -> str:
         out += ["", "## Best flags", ""]
         out += [f"- {level} stream(s): {best['variant']} ({best['tok_s']:,.1f} tok/s)\n\n      {best['command']}"
                 for level, best in report["sweep"].items()]
+        out += [f"- {variant} is left out: {why}" for variant, why in report["left_out"].items()]
     if report.get("doctor"):
         doctor = report["doctor"]
         out += ["", "## Doctor", "", doctor["summary"], ""]
@@ -1513,6 +1514,7 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
         return
     raw = args.output_dir / "raw.jsonl"
     units, servers, probes = read_raw(raw)
+    unable: dict[str, str] = {}  # sweep points that were left out, and why
     planned = [(variant, flags, level, repeat) for repeat in range(args.repeats)
                for variant, flags in (variants if repeat % 2 == 0 else variants[::-1]) for level in args.concurrency]
     finished = {(unit["variant"], unit["level"], unit["repeat"]) for unit in units}
@@ -1521,6 +1523,14 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
     for level in args.concurrency:
         if len(prompts) < 2 * level:
             log(f"note: {len(prompts)} prompts at {level} streams: the ramp up and down is a large part of that level's tok/s")
+
+    def spare(variant: str, error: Exception) -> None:
+        """Go on without a sweep point whose server does not start or dies, unless none has been measured: then the cause is not the point."""
+        if not args.sweep or variant == "plain" or all(unit["variant"] == "plain" for unit in units):
+            raise error
+        log(f"note: {variant} is left out: {error}")
+        unable[variant] = str(error)
+        endpoints.close()
 
     def examined(found: dict) -> dict:
         """Of the variant that training's prediction is about, else of the last one."""
@@ -1536,6 +1546,7 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
         found = build_report(units, prompts, provenance, config, servers, probes, args.usd_per_hour)
         found |= {"units_planned": len(planned), "units_done": len(units)}
         if args.sweep:
+            found["left_out"] = unable
             found["sweep"] = {level: best_flags(row, {v: server_command(*endpoints.role(v, flags)) for v, flags in variants})
                               for level, row in found["levels"].items()}
         if args.doctor:
@@ -1553,9 +1564,13 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
     sampling = {"max_new_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "ignore_eos": args.fixed_length}
     met = None  # the variant whose server has been looked at
     for variant, flags, level, repeat in planned:
-        if (variant, level, repeat) in finished:
+        if (variant, level, repeat) in finished or variant in unable:
             continue
-        url = endpoints.use(variant, flags)
+        try:
+            url = endpoints.use(variant, flags)
+        except UserError as error:
+            spare(variant, error)
+            continue
         if variant != met:
             met = variant
             info = contact(url, variant, headers, args.draft_path, provenance)
@@ -1571,11 +1586,15 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
             log(f"{variant} at {url} | " + " | ".join(f"{key} {value}" for key, value in info.items() if value is not None))
         label, warm = f"{variant} c{level} r{repeat}", prompts[:min(args.warmup, len(prompts))]
         run = (headers, bool(servers[variant]["incremental_streaming_output"]), args.request_timeout, endpoints)
-        if warm:
-            asyncio.run(run_unit(url, warm, level, {**sampling, "max_new_tokens": min(16, args.max_tokens)}, *run, f"{label} warm-up"))
-        flush_cache(url, headers)
-        with Power(url) as power:
-            requests, wall = asyncio.run(run_unit(url, prompts, level, sampling, *run, label))
+        try:
+            if warm:
+                asyncio.run(run_unit(url, warm, level, {**sampling, "max_new_tokens": min(16, args.max_tokens)}, *run, f"{label} warm-up"))
+            flush_cache(url, headers)
+            with Power(url) as power:
+                requests, wall = asyncio.run(run_unit(url, prompts, level, sampling, *run, label))
+        except ServerGone as error:
+            spare(variant, error)
+            continue
         key = {"variant": variant, "level": level, "repeat": repeat}
         if all("error" in request for request in requests):
             raise UserError(f"{endpoints}: all {len(requests)} requests of {label} failed; the first with {requests[0]['error']}: "
@@ -1622,6 +1641,9 @@ def measure_and_report(args, endpoints, headers, variants, provenance) -> None:
         log(f"doctor: {finding['cause']}: {finding['finding']} {finding['remedy']}")
     if args.doctor:
         log(f"doctor: {found['doctor']['summary']}")
+    if unable:
+        raise ServerGone(f"{args.output_dir / 'report.md'} lacks {len(unable)} of {len(variants) - 1} sweep points ({', '.join(unable)}). The same "
+                         "command tries them again; what it has measured stays.")
     manifest = {
         "schema": SCHEMA, "stage": STAGE, "config": {key: value for key, value in config.items() if key not in MAY_CHANGE}, "inputs": inputs,
         "counts": {"kept": len(prompts), "units": len(units), "failed": count(r["error"] for u in units for r in u["requests"] if "error" in r)},

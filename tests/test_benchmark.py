@@ -727,12 +727,28 @@ def test_bad_input_is_one_line_and_exit_2(workplace, tmp_path, engine):
 
 
 @pytest.mark.slow  # one server start per point
-def test_sweep_names_the_best_flags_and_a_line_that_starts_them(workplace):
-    config, out = workplace("sweep", sweep=True, concurrency=[2], **{"sweep-grid": ["1,1,2", "2,2,4"], "limit": 4})
+def test_sweep_names_the_best_flags_and_goes_on_without_a_point_that_does_not_start(workplace):
+    """The line it names starts them."""
+    config, out = workplace("sweep", sweep=True, concurrency=[2], **{"sweep-grid": ["1,1,2", "3,1,4", "2,2,4"], "limit": 4})
+    document = yaml.safe_load(config.read_text())
+    gate = config.with_name("gate.py")  # a server that has no memory for one of the points
+    gate.write_text(f"""import os, sys
+if "3" in sys.argv[sys.argv.index("--speculative-num-steps"):][1:2]:
+    sys.exit("out of memory")
+os.execv(sys.executable, [sys.executable, {str(ROOT / "scripts/cpu_engine/serve.py")!r}, *sys.argv[1:]])
+""")
+    document["servers"]["speculative"]["command"] = ["{python}", str(gate)]
+    config.write_text(yaml.safe_dump(document))
+    done = run_script("05_benchmark", "--config", config, timeout=900)
+    assert done.returncode == 1 and "lacks 1 of 3 sweep points (steps3-topk1-drafts4)" in done.stderr.splitlines()[-1]
+    report = json.loads((out / "report.json").read_text())
+    assert "ended with code 1" in report["left_out"]["steps3-topk1-drafts4"] and "steps3-topk1-drafts4 is left out" in (out / "report.md").read_text()
+    gate.write_text(gate.read_text().replace('"3" in', '"3" * 9 in'))  # there is memory now: the same command measures the rest
     done = run_script("05_benchmark", "--config", config, timeout=900)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished |") == 1 and (out / "manifest.json").exists()
     report = json.loads((out / "report.json").read_text())
-    assert set(report["levels"]["2"]) == {"plain", "steps1-topk1-drafts2", "steps2-topk2-drafts4"}
+    assert set(report["levels"]["2"]) == {"plain", "steps1-topk1-drafts2", "steps3-topk1-drafts4", "steps2-topk2-drafts4"} and not report["left_out"]
     assert all(len(report["variants"][name]["accept"]["accept_by_position"]) == steps for name, steps in
                (("steps1-topk1-drafts2", 1), ("steps2-topk2-drafts4", 2)))
     assert all(report["levels"]["2"][name]["same_text"]["share"] == 1 for name in report["variants"])
