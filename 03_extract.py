@@ -879,8 +879,8 @@ def extract_all(args, samples: list[Sample], parts: list[Path], journal: Journal
             journal.sync()
             raise run.stop
         now = time.monotonic()
-        found = token_bytes(journal.facts, args.verifier_path)
-        if found != size:  # the first file says it, perhaps otherwise than the target's config
+        # The first file may say otherwise than the target's config
+        if journal.facts is not None and size != (found := token_bytes(journal.facts, None)):
             size = found
             forecast(args, left - run.tokens, journal, folder, room)
         if now - last_probe > 1:
