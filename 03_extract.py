@@ -333,6 +333,15 @@ def check_header(header: dict, sample: Sample, facts: dict | None) -> dict:
     return found
 
 
+def check_ids(tail: bytes, ids: list[int], prompt_len: int) -> None:
+    """`tail`: a file's input_ids and loss_mask, the last of its data. Raises ValueError when they are not the response's."""
+    T = len(ids)
+    if tail[:4 * T] != b"".join(token.to_bytes(4, "little") for token in ids):
+        raise ValueError("ids are not the response's")
+    if tail[4 * T:] != bytes(prompt_len) + b"\1" * (T - prompt_len):
+        raise ValueError("loss mask is not the response's")
+
+
 class Journal:
     """landed.jsonl: what lies in place. A sample counts when its line and its file agree; lines are only ever appended.
 
@@ -717,7 +726,7 @@ class Extraction:
             token = next_token(answer, sample)
             path = self.wait(self.incoming / run, sample, server, epoch)
             if path is not None:
-                self.land(path, sample, token)
+                self.land(path, sample, ids, token)
             return path is not None
         finally:
             with self.lock:
@@ -758,7 +767,8 @@ class Extraction:
             pause = min(0.05, pause * 1.5)
         return None
 
-    def land(self, path: Path, sample: Sample, next_token: int) -> None:
+    def land(self, path: Path, sample: Sample, ids: list[int], next_token: int) -> None:
+        """Put a whole file in place. Raises Retry, UserError."""
         try:
             header, data = read_header(path)
             with self.lock:  # of two servers that differ, one states the facts
@@ -768,6 +778,12 @@ class Extraction:
         except ValueError as error:
             raise UserError(f"{path}: {error}. Start the server as the run began, or use another --output-dir.") from None
         size = data + header["loss_mask"]["data_offsets"][1]
+        with open(path, "rb") as file:
+            file.seek(data + header["input_ids"]["data_offsets"][0])
+            try:
+                check_ids(file.read(), ids, sample.prompt_len)
+            except ValueError as error:
+                raise Retry(f"{error}: the server wrote rows of something else") from None
         place = sample_path(self.folder, sample.id)
         place.parent.mkdir(exist_ok=True)
         self.journal.add({"id": sample.id, "tokens": sample.tokens, "prompt_len": sample.prompt_len, "truncated": sample.truncated,
@@ -991,11 +1007,7 @@ def check_data(path: Path, begin: int, header: dict, ids: list[int], prompt_len:
         raise ValueError("checksum")
     if not finite:
         raise ValueError("not finite")
-    T = len(ids)
-    if rest[:4 * T] != b"".join(token.to_bytes(4, "little") for token in ids):
-        raise ValueError("ids are not the response's")
-    if rest[4 * T:] != bytes(prompt_len) + b"\1" * (T - prompt_len):
-        raise ValueError("loss mask is not the response's")
+    check_ids(rest, ids, prompt_len)
 
 
 def check_meaning(path: Path, begin: int, header: dict, ids: list[int], row: dict, head: Head, positions: int) -> dict:

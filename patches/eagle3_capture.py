@@ -335,6 +335,9 @@ class Capture:
         if self.slots is None:
             self.start_writing(last.shape[1], last.dtype, last.device)
         aux = [aux] if isinstance(aux, torch.Tensor) else list(aux)
+        # A copy of the ids, made in the order of the forward passes: SGLang (0.5.15, 0.5.23) keeps them in one buffer for all batches, and the
+        # next batch's are in it before the side stream comes to read. (Hidden states are new tensors in every pass.)
+        input_ids = input_ids.to(torch.int32, copy=True)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(last.device))
             for tensor in (*aux, last, input_ids):
@@ -358,7 +361,7 @@ class Capture:
                     packed = aux[0][rows] if len(aux) == 1 else torch.cat([tensor[rows] for tensor in aux], dim=-1)
                     slot.aux[:number].copy_(packed, non_blocking=True)
                     slot.last[:number].copy_(last[rows], non_blocking=True)
-                    slot.ids[:number].copy_(input_ids[rows].to(torch.int32), non_blocking=True)
+                    slot.ids[:number].copy_(input_ids[rows], non_blocking=True)
                     slot.finite.copy_((packed.isfinite().all() & last[rows].isfinite().all()).view(1), non_blocking=True)
                     if self.stream:
                         slot.copied = torch.cuda.Event()

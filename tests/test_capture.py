@@ -563,6 +563,22 @@ def test_a_slow_disk_slows_prefill_and_loses_no_row(module, monkeypatch):
         assert torch.equal(load_file(wait_for(module.folder / f"s{number}.safetensors"))["aux_hidden_states"], states[number][0])
 
 
+@pytest.mark.gpu
+def test_the_next_batch_may_overwrite_the_buffer_of_the_ids(module):
+    """SGLang keeps the ids of all batches in one buffer; rows are copied out beside the next pass, here long after it began."""
+    ids = torch.arange(4096, device="cuda")
+    for number in range(3):
+        count = 4096 - number  # as in `batch`, ids count up from 0
+        forward_batch = batch((rid("r", range(count), f"s{number}"), 0, count))
+        forward_batch.input_ids = ids[:count].copy_(torch.arange(count, device="cuda"))
+        module.feed(forward_batch, torch.randn(count, 3 * H, device="cuda"), torch.randn(count, H, device="cuda"))
+        ids.fill_(7)
+        with torch.cuda.stream(module.capture._state.stream):
+            torch.cuda._sleep(10 ** 8)  # cycles: the copies of the next turn start 50 ms late
+    for number in range(3):
+        assert load_file(wait_for(module.folder / f"s{number}.safetensors"))["input_ids"].tolist() == list(range(4096 - number))
+
+
 def test_only_the_first_rank_writes(module, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)

@@ -620,6 +620,20 @@ def test_a_sample_that_the_server_cuts_is_quarantined(stage):
     assert stage() == "" and stage.quarantine() == {"s03": "cut by the server"}
 
 
+def test_rows_of_another_request_are_not_taken(stage, monkeypatch):
+    """A server whose file holds other ids than were sent is asked again; one that goes on so costs those samples."""
+    def mixed_up(sample_id, folder):
+        if sample_id == "s03" or (sample_id == "s05" and stage.servers[0].asked.count("s05") < 3):
+            (folder / f"{sample_id}.safetensors").write_bytes(captured(sample_id, 3, [5, 6, 7, 0, 0, 0, 1], "1,2,3"))
+            return "silent"
+
+    monkeypatch.setattr(stage.script.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
+    stage.servers[0].before = mixed_up
+    assert stage("--max-failed", 0.1) == "" and stage.quarantine() == {"s03": f"failed {stage.script.ATTEMPTS} times"}
+    assert "ids are not the response's" in (stage.folder / "quarantine.jsonl").read_text()
+    assert stage.servers[0].asked.count("s05") == 3 and len(list(stage.folder.rglob("*.safetensors"))) == 19
+
+
 def test_a_slow_first_file_is_waited_for(stage, monkeypatch):
     def slowly(sample_id, folder):
         path = folder / f"{sample_id}.safetensors.tmp"
