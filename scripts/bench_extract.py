@@ -5,8 +5,9 @@
 
 Target  random weights (made by SGLang, nothing on disk): hidden 7168, Kimi-K2.5's attention and dense MLP, --layers of them
 Samples lengths log-normal, cut at --cut, mean --mean after the cut, a third of each the prompt; random ids
-Runs    the disk alone; plain server: every sample, --concurrency at a time; capture server: 03_extract.py on the same samples, then
-        on the first of them one request at a time. The server's SGLang must be patched (patches/sglang_patch.py apply).
+Runs    the disk alone, before and after; plain server: every sample, --concurrency at a time; capture server: 03_extract.py on the same
+        samples, then on the first of them one request at a time. The server's SGLang must be patched (patches/sglang_patch.py apply).
+        An --output-dir in /dev/shm leaves the disk out.
 Writes  <output-dir>/bench_extract.json and the table on stdout; the hidden states are removed again
 """
 import argparse
@@ -24,6 +25,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+import pynvml
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {  # target, capture layers as a share of the depth, server command and flags, tokens of KV
@@ -88,25 +91,31 @@ def write_inputs(folder: Path, args, size: dict) -> tuple[Path, Path, list[list[
     return target, responses, samples
 
 
-def used_memory() -> float:
-    """Bytes of this machine's memory in use that are no page cache; shared and pinned memory included."""
+def used_memory(folder: Path) -> float:
+    """Bytes of this machine's memory in use that are no page cache; shared and pinned memory included, a folder in memory (tmpfs) not."""
     rows = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines()}
-    return rows["MemTotal"] - rows["MemFree"] - rows["Buffers"] - rows["Cached"] - rows["SReclaimable"] + rows["Shmem"]
+    used = rows["MemTotal"] - rows["MemFree"] - rows["Buffers"] - rows["Cached"] - rows["SReclaimable"] + rows["Shmem"]
+    if str(folder).startswith("/dev/shm/"):
+        place = os.statvfs(folder)
+        used -= (place.f_blocks - place.f_bfree) * place.f_frsize
+    return used
 
 
 def gpu_memory() -> float:
+    """Bytes in use on the first GPU; 0 without one. (Each start of nvidia-smi would hold up the server on it.)"""
     try:
-        out = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
-        return sum(int(line) for line in out.stdout.split()) * 2.0 ** 20
-    except (OSError, subprocess.CalledProcessError):
+        pynvml.nvmlInit()  # counted: cheap after the first
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
+    except pynvml.NVMLError:
         return 0.0
 
 
 class Watch(threading.Thread):
     """Peak memory of the machine, of the GPU, and the resident size of one process, while it is open."""
 
-    def __init__(self):
+    def __init__(self, folder: Path):
         super().__init__(daemon=True)
+        self.folder = folder
         self.host = self.gpu = self.resident = 0.0
         self.pid, self.open = None, True
         self.start()
@@ -114,7 +123,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         beat = 0
         while self.open:
-            self.host = max(self.host, used_memory())
+            self.host = max(self.host, used_memory(self.folder))
             if beat % 10 == 0:
                 self.gpu = max(self.gpu, gpu_memory())
             try:
@@ -243,7 +252,7 @@ def extract(server: Server, responses: Path, output: Path, concurrency: int, lim
     argv = [sys.executable, "-u", str(ROOT / "03_extract.py"), "--data-dir", str(responses), "--output-dir", str(output), "--base-url",
             f"http://127.0.0.1:{server.port}", "--concurrency", str(concurrency), "--limit", str(limit), "--capture-dir", str(output.parent / "incoming"),
             "--no-disk-check", "--log-interval", "5"]
-    watch = Watch()
+    watch = Watch(output.parent)
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     watch.pid = process.pid
     last = ""
@@ -267,7 +276,6 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=1730)
     parser.add_argument("--cut", type=int, default=4096)
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--disk-gb", type=float, default=8, help="how much to write for the disk's own speed")
     parser.add_argument("--repeats", type=int, default=2, help="passes over the samples; the best counts, all are reported")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=30000)
@@ -283,14 +291,15 @@ def main() -> None:
     tokens = sum(map(len, samples))
     threads = min(8, max(4, (os.cpu_count() or 4) // 2))
     log(f"{patched.stdout.strip()} | {args.samples} samples, {tokens:,} tokens, mean {tokens / args.samples:,.0f}, longest {max(map(len, samples))}")
-    disk = disk_speed(folder / "disk", int(args.disk_gb * 1e9), threads)
+    total = tokens * 8 * size["config"]["hidden_size"]  # bf16, three layers and the final state: as much as one pass writes
+    disk = [disk_speed(folder / "disk", total, threads)]
     sha = sha256_speed()
-    log(f"disk {disk:.2f} GB/s ({threads} threads, fsync) | sha256 {sha:.2f} GB/s a thread")
+    log(f"disk {disk[0]:.2f} GB/s ({threads} threads, fsync) | sha256 {sha:.2f} GB/s a thread")
 
     server = Server(size, target, folder / "plain.log", {}, args.concurrency, args.port)
     try:
         server.prefill(samples[:args.concurrency], args.concurrency)  # kernels are compiled
-        watch = Watch()
+        watch = Watch(folder)
         plain = [tokens / server.prefill(samples, args.concurrency) for _ in range(args.repeats)]
         base = watch.close()
         single_plain = sum(map(len, samples[:args.single])) / server.prefill(samples[:args.single], 1)
@@ -311,6 +320,7 @@ def main() -> None:
         shutil.rmtree(folder / "hidden_states")
     finally:
         server.stop()
+    disk.append(disk_speed(folder / "disk", total, threads))
     best = max(runs, key=lambda run: run[0] / run[3])
     speed, written = best[0] / best[3], best[1] / best[3] / 1e9
     report = {"size": args.size, "layers": args.layers, "capture_layers": layers, "samples": args.samples, "tokens": tokens, "cpus": os.cpu_count(),
@@ -325,7 +335,7 @@ def main() -> None:
     rows = [("plain prefill, concurrency " + str(args.concurrency), f"{max(plain):,.0f} tok/s"),
             ("extraction, same samples", f"{speed:,.0f} tok/s = {100 * report['share_of_plain']:.1f} % of plain"),
             ("written", f"{written:.2f} GB/s ({report['bytes_per_token']:,.0f} bytes a token)"),
-            ("the disk alone", f"{disk:.2f} GB/s; sha256 {sha:.2f} GB/s a thread, {threads} threads"),
+            (f"the disk alone, {total / 1e9:.1f} GB", f"{disk[0]:.2f}, after {disk[1]:.2f} GB/s; sha256 {sha:.2f} x {threads} threads"),
             ("one request at a time", f"{report['one_at_a_time_tok_s']:,.0f} tok/s: extraction is {report['times_one_at_a_time']:.1f} times as fast"),
             ("server's host memory beyond plain", f"{report['server_host_memory_beyond_plain_GiB']:.2f} GiB"),
             ("GPU memory beyond plain", f"{report['gpu_memory_beyond_plain_GiB']:.2f} GiB"),

@@ -32,12 +32,23 @@ fi
 sampler='' child=''
 watch_gpu() { # peak memory of the first GPU, MiB, in $run/gpu_peak
   echo - > "$run/gpu_peak"
-  command -v nvidia-smi > /dev/null || return 0
-  ( peak=0
-    while sleep 1; do
-      used=$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | head -1)
-      [ "${used:-0}" -le "$peak" ] || { peak=$used; echo "$peak" > "$run/gpu_peak"; }
-    done ) & sampler=$!
+  # In one process: each start of nvidia-smi would hold up the server on that GPU
+  "$py" - "$run/gpu_peak" << 'PYTHON' & sampler=$!
+import pathlib, sys, time
+import pynvml
+peak, file = 0, pathlib.Path(sys.argv[1])
+try:
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+except pynvml.NVMLError:
+    sys.exit()  # no GPU
+while True:
+    used = pynvml.nvmlDeviceGetMemoryInfo(gpu).used >> 20
+    if used > peak:
+        peak = used
+        file.write_text(f"{peak}\n")
+    time.sleep(0.5)
+PYTHON
 }
 end_watch() { [ -z "$sampler" ] || { kill "$sampler" 2>/dev/null || true; wait "$sampler" 2>/dev/null || true; sampler=''; }; }
 finish() { [ -z "$child" ] || kill "$child" 2>/dev/null || true; end_watch; } # quickstart.sh then stops its server
