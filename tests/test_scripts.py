@@ -48,7 +48,7 @@ def test_top_level_is_what_the_user_fixed():
 def test_script_stands_alone(name):
     """Its own imports are the standard library and declared packages: nothing of ours."""
     declared = {re.match(r"[\w-]+", line)[0] for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]}
-    declared |= {"yaml", "triton", "tensorboard"}  # pyyaml's; torch's on a GPU; only with 04's --tensorboard
+    declared |= {"yaml", "pynvml", "triton", "tensorboard"}  # pyyaml's; nvidia-ml-py's; torch's on a GPU; only with 04's --tensorboard
     text = (ROOT / f"{name}.py").read_text()
     imported = {found.split(".")[0] for found in re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.M)}
     assert imported <= declared | sys.stdlib_module_names, imported - declared - sys.stdlib_module_names
