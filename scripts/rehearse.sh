@@ -34,15 +34,15 @@ watch_gpu() { # peak memory of the first GPU, MiB, in $run/gpu_peak
   echo - > "$run/gpu_peak"
   # In one process: each start of nvidia-smi would hold up the server on that GPU
   "$py" - "$run/gpu_peak" << 'PYTHON' & sampler=$!
-import pathlib, sys, time
+import os, pathlib, sys, time
 import pynvml
-peak, file = 0, pathlib.Path(sys.argv[1])
+peak, file, parent = 0, pathlib.Path(sys.argv[1]), os.getppid()
 try:
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
 except pynvml.NVMLError:
     sys.exit()  # no GPU
-while True:
+while os.getppid() == parent:  # not after a kill -9
     used = pynvml.nvmlDeviceGetMemoryInfo(gpu).used >> 20
     if used > peak:
         peak = used
