@@ -23,12 +23,17 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+from aiohttp import web
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-# SGLang's benchmark imports all of SGLang, which without a GPU needs the CPU engine's stand-ins
-SERVING = ("import runpy, sys, torch\nif not torch.cuda.is_available():\n sys.path.insert(0, sys.argv.pop(1))\n import serve\n serve.prepare()\n"
-           "else:\n sys.argv.pop(1)\nrunpy.run_module('sglang.bench_serving', run_name='__main__', alter_sys=True)")
+# As `-m sglang.bench_serving`, where SGLang cannot be imported without the CPU engine's stand-ins
+SERVING_ON_CPU = f"""import runpy, sys
+sys.path.insert(0, {str(ROOT / "scripts/cpu_engine")!r})
+import serve
+serve.prepare()
+runpy.run_module("sglang.bench_serving", run_name="__main__", alter_sys=True)"""
 
 
 def paced_events(max_tokens: int) -> list[bytes]:
@@ -45,38 +50,32 @@ def paced_events(max_tokens: int) -> list[bytes]:
 
 
 def serve_paced(listener: socket.socket, events: list[bytes], step_s: float) -> None:
-    def chunk(data: bytes) -> bytes:
-        return b"%x\r\n" % len(data) + data + b"\r\n"
-
-    answers = {"/server_info": {"model_path": "paced", "version": "0.5.23", "speculative_algorithm": "EAGLE3"}, "/v1/models": {"data": [{"id": "paced"}]},
-               "/generate": json.loads(events[-1][6:])}
-    chunks = [chunk(event) for event in events]
-
     async def main() -> None:
         tick = asyncio.Event()
 
-        async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                while True:
-                    head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                    size = next((int(line[15:]) for line in head.lower().split("\r\n") if line.startswith("content-length:")), 0)
-                    body = json.loads(await reader.readexactly(size) or b"{}")
-                    if body.get("stream"):
-                        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-                        for part in chunks:
-                            await tick.wait()
-                            writer.write(part)
-                        writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
-                    else:
-                        answer = json.dumps(answers.get(head.split()[1].split("?")[0], {})).encode()
-                        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
-                    await writer.drain()
-            except (asyncio.IncompleteReadError, ConnectionError):
-                pass
-            finally:
-                writer.close()
+        async def generate(request: web.Request) -> web.StreamResponse:
+            if not (await request.json()).get("stream"):
+                return web.json_response(json.loads(events[-1].removeprefix(b"data: ")))
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for event in events:
+                await tick.wait()
+                await response.write(event)
+            await response.write(b"data: [DONE]\n\n")
+            return response
 
-        await asyncio.start_server(client, sock=listener)
+        def always(answer: dict):
+            async def handler(request: web.Request) -> web.Response:
+                return web.json_response(answer)
+
+            return handler
+
+        app = web.Application()
+        app.add_routes([web.post("/generate", generate), web.post("/flush_cache", always({})), web.get("/v1/models", always({"data": [{"id": "paced"}]})),
+                        web.get("/server_info", always({"model_path": "paced", "version": "0.5.23", "speculative_algorithm": "EAGLE3"}))])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
         at = time.monotonic()
         while True:
             at = max(at + step_s, time.monotonic())
@@ -114,7 +113,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=True)
     texts = [tokenizer.apply_chat_template(row.get("messages") or [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True,
                                            tokenize=False) for row in rows]
-    rounds = []
+    serving = ["-m", "sglang.bench_serving"] if torch.cuda.is_available() else ["-c", SERVING_ON_CPU]
+    rounds = []  # (05's tok/s, SGLang's)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ours, theirs, figures = folder / "ours.jsonl", folder / "theirs.jsonl", folder / "figures.jsonl"
@@ -124,22 +124,22 @@ def main() -> None:
             report = folder / f"report{turn}"
             run([ROOT / "05_benchmark.py", "--base-url", args.base_url, "--prompts", ours, "--fixed-length", "--max-tokens", args.max_tokens,
                  "--concurrency", args.concurrency, "--output-dir", report], "05_benchmark.py")
-            run(["-c", SERVING, ROOT / "scripts/cpu_engine", "--backend", "sglang", "--base-url", args.base_url, "--model", args.tokenizer, "--tokenizer",
-                 args.tokenizer, "--dataset-name", "custom", "--dataset-path", theirs, "--sharegpt-output-len", args.max_tokens,
+            run([*serving, "--backend", "sglang", "--base-url", args.base_url, "--model", args.tokenizer, "--tokenizer", args.tokenizer, "--dataset-name", "custom", "--dataset-path", theirs, "--sharegpt-output-len", args.max_tokens,
                  "--num-prompts", len(rows), "--max-concurrency", args.concurrency, "--flush-cache", "--disable-tqdm", "--output-file",
                  figures], "sglang.bench_serving")
             mine = json.loads((report / "report.json").read_text())["levels"][str(args.concurrency)]["speculative"]
             other = json.loads(figures.read_text().splitlines()[-1])
             if mine["output_tokens"] != other["total_output_tokens"]:
                 sys.exit(f"bench_client: 05 counted {mine['output_tokens']:,} tokens, SGLang's benchmark {other['total_output_tokens']:,}.")
-            pair = {"05": mine["tok_s"], "SGLang": other["output_throughput"]}
-            print(f"round {turn}{'' if turn else ' (warm-up)'}: 05 {pair['05']:,.1f} tok/s, SGLang's benchmark {pair['SGLang']:,.1f}, "
-                  f"ratio {pair['05'] / pair['SGLang']:.3f}", flush=True)
-            rounds += [pair] if turn else []
-    ours, theirs = (statistics.mean(pair[client] for pair in rounds) for client in ("05", "SGLang"))
-    ratios = sorted(pair["05"] / pair["SGLang"] for pair in rounds)
+            pair = mine["tok_s"], other["output_throughput"]
+            print(f"round {turn}{'' if turn else ' (warm-up)'}: 05 {pair[0]:,.1f} tok/s, SGLang's benchmark {pair[1]:,.1f}, ratio {pair[0] / pair[1]:.3f}",
+                  flush=True)
+            if turn:
+                rounds.append(pair)
+    ours, theirs = map(statistics.mean, zip(*rounds))
+    ratios = [mine / other for mine, other in rounds]
     print(f"{len(rows)} prompts, {args.concurrency} streams, {args.max_tokens} tokens each, mean of {args.rounds} rounds: 05 {ours:,.1f} tok/s, "
-          f"SGLang's benchmark {theirs:,.1f}, {100 * ours / theirs:.1f} % | ratios of the rounds {ratios[0]:.3f} to {ratios[-1]:.3f}, "
+          f"SGLang's benchmark {theirs:,.1f}, {100 * ours / theirs:.1f} % | ratios of the rounds {min(ratios):.3f} to {max(ratios):.3f}, "
           f"median {statistics.median(ratios):.3f}")
 
 

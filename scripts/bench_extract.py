@@ -11,6 +11,7 @@ Runs    the disk alone, before and after; plain server: every sample, --concurre
 Writes  <output-dir>/bench_extract.json and the table on stdout; the hidden states are removed again
 """
 import argparse
+import functools
 import hashlib
 import http.client
 import json
@@ -101,13 +102,19 @@ def used_memory(folder: Path) -> float:
     return used
 
 
-def gpu_memory() -> float:
-    """Bytes in use on the first GPU; 0 without one. (Each start of nvidia-smi would hold up the server on it.)"""
+@functools.cache
+def first_gpu():
+    """Its NVML handle; None without one. The first call (as each start of nvidia-smi) can hold the GPU up for seconds: not while one measures."""
     try:
-        pynvml.nvmlInit()  # counted: cheap after the first
-        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByIndex(0)
     except pynvml.NVMLError:
-        return 0.0
+        return None
+
+
+def gpu_memory() -> float:
+    """Bytes in use on the first GPU; 0 without one."""
+    return pynvml.nvmlDeviceGetMemoryInfo(first_gpu()).used if first_gpu() else 0.0
 
 
 class Watch(threading.Thread):
@@ -287,6 +294,7 @@ def main() -> None:
     patched = subprocess.run([sys.executable, str(ROOT / "patches/sglang_patch.py"), "status"], capture_output=True, text=True)
     if ": patched (" not in patched.stdout:
         sys.exit(f"bench_extract: {(patched.stdout + patched.stderr).strip()}. Run patches/sglang_patch.py apply first.")
+    first_gpu()
     target, responses, samples = write_inputs(folder, args, size)
     tokens = sum(map(len, samples))
     threads = min(8, max(4, (os.cpu_count() or 4) // 2))
