@@ -27,7 +27,6 @@ import math
 import platform
 import random
 import re
-import sys
 import sysconfig
 import tempfile
 import time

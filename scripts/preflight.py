@@ -9,7 +9,6 @@ Exit 0 when nothing stands in the way (warnings or not), 2 when something does, 
 import argparse
 import importlib.metadata
 import json
-import os
 import re
 import resource
 import shutil
