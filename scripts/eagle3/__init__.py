@@ -1,0 +1,1 @@
+"""What several of the numbered scripts need, once. The rooms, ground floor first, are listed in scripts/README.md."""

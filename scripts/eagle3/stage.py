@@ -1,0 +1,219 @@
+"""What makes a script a stage: its log, its flags, its folder, its exit code.
+
+A stage reads a run file's section under its flags, locks its output folder, refuses another config there, writes every file whole,
+and writes manifest.json last: where that stands, the stage is complete.
+"""
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import IO, Callable
+
+import yaml
+from tqdm import tqdm
+
+SCHEMA = 1  # of every artifact
+SCRIPTS = {"generate": "01_generate", "build_vocab": "02_build_vocab", "extract": "03_extract", "train": "04_train",
+           "benchmark": "05_benchmark"}  # a run file's sections and whose flags they hold
+SECTIONS = {"run_dir", "target", "servers", *SCRIPTS}
+PROGRAM = Path(sys.argv[0]).stem  # "04_train"
+
+
+class UserError(Exception):
+    """Bad input or configuration. The message says what, where and what to do; the script ends with exit code 2."""
+
+
+# ---- what the user sees ----
+def log(event: str) -> None:
+    """One line, flushed: `2026-11-29T12:00:00 train step 420/12000 | ...`. A bar on the terminal stays below it."""
+    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {re.sub(r'^[0-9]+_', '', PROGRAM)} {event}"
+    if getattr(tqdm, "_instances", None):
+        tqdm.write(line, file=sys.stdout)
+    else:
+        print(line, flush=True)
+
+
+def bar(total: int | None, unit: str, done: int = 0) -> tqdm:
+    """A bar for long work, where stdout is a terminal; nothing elsewhere. Use as a context; `update(n)` moves it on."""
+    return tqdm(total=total, unit=unit, initial=done, file=sys.stdout, disable=not sys.stdout.isatty(), dynamic_ncols=True, leave=False)
+
+
+def duration(seconds: float) -> str:
+    """45s, 3m20s, 5h07m."""
+    minutes = int(seconds) // 60
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{int(seconds) % 60:02d}s" if minutes else f"{int(seconds)}s"
+
+
+def run(main: Callable[[list[str]], int | None]) -> None:
+    """Exit with main(argv)'s code; bad input ends in one line and exit code 2, Ctrl-C in 130, anything else in a traceback and 1."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted. The same command goes on from here.", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+# ---- the run file and the flags ----
+def read_run_file(path: Path) -> dict:
+    """The run's YAML file with `{run_dir}` and `{target}` filled in. Raises UserError."""
+    try:
+        document = yaml.safe_load(path.read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not a readable YAML file ({' '.join(str(error).split())}).") from None
+    if not isinstance(document, dict) or not set(document) <= SECTIONS:
+        unknown = sorted(map(str, set(document) - SECTIONS)) if isinstance(document, dict) else document
+        raise UserError(f"{path}: unknown section {unknown}; known: {sorted(SECTIONS)}.")
+    names = {f"{{{key}}}": str(document.get(key, "")) for key in ("run_dir", "target")}
+
+    def fill(value):
+        if isinstance(value, dict):
+            return {key: fill(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        for name, text in names.items():
+            value = value.replace(name, text) if isinstance(value, str) else value
+        return value
+
+    return fill(document)
+
+
+def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> argparse.Namespace:
+    """Flags, over `section` of the --config file, over the defaults. An unknown key is a UserError."""
+    def fail(message):
+        raise UserError(f"{message}. See --help.")
+
+    parser.error = fail
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help=f"run file; its section `{section}` holds flags")
+    probe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    probe.error = fail
+    probe.add_argument("--config", type=Path)
+    path = probe.parse_known_args(argv)[0].config
+    values = (read_run_file(path).get(section) or {}) if path else {}
+    return parser.parse_args(tokens_of(parser, section, values, path, argv) + argv)
+
+
+def tokens_of(parser: argparse.ArgumentParser, section: str, values: dict, path: Path | None, argv: list[str]) -> list[str]:
+    """A run file's section as command-line tokens, less what `argv` sets itself. Raises UserError."""
+    tokens, actions = [], {option[2:]: action for action in parser._actions for option in action.option_strings}
+    for key, value in values.items():
+        if key not in actions or key in ("config", "help"):
+            raise UserError(f"{path}: {section}.{key} is not a flag of {SCRIPTS[section]}.py. See --help.")
+        if value is None or any(word.split("=")[0] in actions[key].option_strings for word in argv):
+            continue  # the command line wins
+        if isinstance(value, bool) and actions[key].choices:
+            value = "on" if value else "off"  # what YAML makes of an unquoted on or off
+        if isinstance(value, bool):
+            tokens += [f"--{key}"] if value else [f"--no-{key}"] if f"no-{key}" in actions else []
+        elif isinstance(value, list):
+            repeated = isinstance(actions[key], argparse._AppendAction)
+            tokens += [f"--{key}={item}" for item in value] if repeated else [f"--{key}", *map(str, value)]
+        else:
+            tokens.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
+    return tokens
+
+
+# ---- files ----
+def sync_folder(folder: Path) -> None:
+    """A file's name is on the disk only when its folder is. Works for a file as well."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def append_lines(path: Path, rows: list[dict]) -> None:
+    """Add JSON lines to a journal; on the disk when this returns."""
+    with open(path, "ab") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def whole_lines(path: Path) -> bytes:
+    """A journal's bytes up to its last line end (the rest was torn by a kill); b"" where there is none."""
+    data = path.read_bytes() if path.exists() else b""
+    return data[:data.rfind(b"\n") + 1]
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file. Raises UserError."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable ({' '.join(str(error).split())}).") from None
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- a stage's folder ----
+def read_manifest(folder: Path, stage: str) -> dict:
+    """The manifest.json that `stage` wrote last into `folder`, so: the folder is complete. Raises UserError."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError):
+        raise UserError(f"{folder}: no readable manifest.json, so {stage} has not finished there. Run {stage}.py first.") from None
+    if manifest.get("stage") != stage or manifest.get("schema") != SCHEMA:
+        raise UserError(f"{folder}: written by {manifest.get('stage')} (schema {manifest.get('schema')}), "
+                        f"expected {stage} (schema {SCHEMA}). Name the right folder.")
+    return manifest
+
+
+def write_manifest(folder: Path, stage: str, **content) -> None:
+    """manifest.json, the last file that `stage` writes into `folder`."""
+    write_atomic(folder / "manifest.json", json.dumps({"schema": SCHEMA, "stage": stage, **content}, indent=1) + "\n")
+
+
+def lock_file(path: Path) -> IO | None:
+    """Open and lock `path` until the handle is closed or the process dies, however it dies; None where another process holds it."""
+    lock = open(path, "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
+    """Lock `folder` for this process and refuse what another config began there (`stage.json`). Keep the handle open. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(folder / ".lock")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to ({error.strerror}). Name another --output-dir.") from None
+    if not lock:
+        raise UserError(f"{folder}: another process is writing there. Wait for it, or use another folder.")
+    fixed = json.loads(json.dumps({key: value for key, value in config.items() if key not in may_change}, default=str))
+    path = folder / "stage.json"
+    old = json.loads(path.read_text()) if path.exists() else fixed
+    differs = [f"{key}: {old.get(key)!r} there, {fixed.get(key)!r} now"
+               for key in sorted(old.keys() | fixed.keys()) if old.get(key) != fixed.get(key)]
+    if differs:
+        raise UserError(f"{folder}: begun with another config ({'; '.join(differs)}). Use the old values or another folder.")
+    write_atomic(path, json.dumps(fixed, indent=1, sort_keys=True) + "\n")
+    return lock
