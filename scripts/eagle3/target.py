@@ -28,11 +28,12 @@ class Target:
         self.folder, self.config = folder, text_config(folder)
         missing = [key for key in NEEDED_KEYS if key not in self.config]
         if missing:
-            raise UserError(f"{folder}/config.json: no {', '.join(missing)} there. --verifier-path must name the target's folder.")
+            raise UserError(f"{folder}/config.json: no {', '.join(missing)} there. "
+                            "--verifier-path must name the target's folder.")
         self.files = tensor_files(folder)
 
     def name(self, what: str) -> str | None:
-        """The full name of "embed", "head" or "norm": bare, or under the `language_model.` of a multimodal wrapper; None without one."""
+        """The full name of "embed", "head" or "norm", bare or under the `language_model.` of a multimodal wrapper; or None."""
         plain = TENSORS[what]
         names = (f"language_model.{plain}", plain, plain.replace("model.", "model.language_model.", 1))
         return next((name for name in names if name in self.files), None)
@@ -87,7 +88,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return files
 
 
-# ---- layers: "layer L" is the residual stream entering layer L; a config holds SGLang's ids, which mean other layers to other versions ----
+# ---- layers: "layer L" is the residual stream entering layer L; SGLang's ids mean other layers to other versions ----
 def version_numbers(version: str) -> tuple[int, ...]:
     """(0, 5, 15) of "0.5.15.post1". Raises UserError: the layer ids hang on them."""
     numbers = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
@@ -114,4 +115,5 @@ def layer_ids(layers: list[int], version: str) -> list[int]:
     for ids in (below, layers) if layers[0] == 2 else (layers, below):
         if captured_layers(ids, version) == layers and min(ids) >= 0:
             return list(ids)
-    raise UserError(f"SGLang {version} cannot capture layers {layers}: no eagle_aux_hidden_state_layer_ids lead there. Extract other layers.")
+    raise UserError(f"SGLang {version} cannot capture layers {layers}: no eagle_aux_hidden_state_layer_ids lead there. "
+                    "Extract other layers.")
