@@ -1,6 +1,6 @@
 """The files over which 03_extract and `04_train --follow` talk while both are at work, and the room they share.
 
-03 writes   plan.jsonl        the samples in the order of one pass: {"id", "tokens", "prompt_len"}; whole before the rest
+03 writes   plan.jsonl        the samples in the order of one pass: {"id", "tokens", "prompt_len"}; written first
             landed.jsonl      {"facts": ...} first, then a line a sample, which {"id", "redo": true} takes back:
                               {"id", "tokens", "prompt_len", "truncated", "next_token", "checksum"}
             quarantine.jsonl  {"id", "reason", "detail"}: will not come
@@ -194,9 +194,24 @@ class Journal:
         return sha256_file(self.folder / "index.jsonl")
 
 
+class Quarantine:
+    """quarantine.jsonl: samples that were tried and given up. reasons: {id: one of few}."""
+
+    def __init__(self, folder: Path):
+        self.path, self.lock = folder / "quarantine.jsonl", threading.Lock()
+        if self.path.exists():
+            cut_torn_line(self.path)  # that sample is tried again
+        self.reasons = read_quarantine(folder)
+
+    def add(self, sample_id: str, reason: str, detail: str) -> None:
+        with self.lock:
+            self.reasons[sample_id] = reason
+            append_lines(self.path, [{"id": sample_id, "reason": reason, "detail": detail}])
+
+
 # ---- bounded mode ----
 class Room:
-    """The bytes under --max-disk-gb: of files in place until 04 has released and removed them, and of samples to come."""
+    """The bytes under --max-disk-gb: in place until 04 has released and removed them, and on their way."""
 
     def __init__(self, folder: Path, limit: int, journal: Journal):
         self.folder, self.limit, self.journal, self.lock = folder, limit, journal, threading.Lock()
@@ -229,8 +244,8 @@ class Room:
     def enter(self, sample, stopped: Callable[[], bool]) -> None:
         """Wait until `sample` fits beside all that is there or on its way, or until `stopped()`. Raises UserError.
 
-        Called by one thread at a time, in the order of the plan: a later sample never takes the room that an earlier
-        one waits for, so what 04 needs next always comes.
+        Called by one thread at a time, in the order of the plan: no sample takes the room that an earlier one waits for,
+        so what 04 needs next always comes.
         """
         while not stopped():
             facts = self.journal.facts
