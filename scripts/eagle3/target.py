@@ -22,7 +22,7 @@ def text_config(folder: Path) -> dict:
 
 
 class Target:
-    """The target's text config (`config`), and single tensors of its (sharded) safetensors by name. Raises UserError."""
+    """The target's text config (`config`), and single tensors of its safetensors, sharded or not. Raises UserError."""
 
     def __init__(self, folder: Path):
         self.folder, self.config = folder, text_config(folder)
@@ -33,13 +33,13 @@ class Target:
         self.files = tensor_files(folder)
 
     def name(self, what: str) -> str | None:
-        """The full name of "embed", "head" or "norm", bare or under the `language_model.` of a multimodal wrapper; or None."""
+        """The full name of "embed", "head" or "norm", bare or under a multimodal wrapper's `language_model.`; or None."""
         plain = TENSORS[what]
         names = (f"language_model.{plain}", plain, plain.replace("model.", "model.language_model.", 1))
         return next((name for name in names if name in self.files), None)
 
     def tensor(self, what: str):
-        """"embed" and "head" (Vt, H), "norm" (H,), as they are stored. Raises UserError: missing, quantised, other shape."""
+        """ "embed" and "head" (Vt, H), "norm" (H,), as stored. Raises UserError: missing, quantised, other shape."""
         import torch
         from safetensors import SafetensorError, safe_open
 
@@ -98,9 +98,9 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def captured_layers(ids: list[int] | None, version: str, num_layers: int | None = None) -> list[int]:
-    """The layers whose input SGLang captures for `eagle_aux_hidden_state_layer_ids`, in its order; for None its defaults.
+    """The layers whose input SGLang captures for `eagle_aux_hidden_state_layer_ids`, in its order; for None its own.
 
-    DeepseekV2ForCausalLM.set_eagle3_layers_to_capture: up to 0.5.12 it adds 1 to each id, later only when the first is 1.
+    DeepseekV2ForCausalLM.set_eagle3_layers_to_capture: up to 0.5.12 it adds 1 to each id, later only if the first is 1.
     """
     if ids is None:
         return [2, num_layers // 2, num_layers - 3]
