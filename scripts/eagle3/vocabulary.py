@@ -43,7 +43,7 @@ def to_arrays(target_ids: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.n
 
 
 def from_arrays(d2t: np.ndarray, t2d: np.ndarray) -> np.ndarray | None:
-    """Ascending target ids (Vd,) int64; None where the arrays contradict each other, as when d2t holds ids, not offsets."""
+    """Ascending target ids (Vd,) int64; None where the arrays contradict each other (d2t holding ids, for one)."""
     if d2t.dtype != np.int64 or t2d.dtype != np.bool_ or d2t.ndim != 1 or t2d.ndim != 1:
         return None
     target_ids = np.flatnonzero(t2d)
