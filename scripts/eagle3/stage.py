@@ -42,8 +42,8 @@ def log(event: str) -> None:
 
 def bar(total: int | None, unit: str, done: int = 0) -> tqdm:
     """A bar for long work, where stdout is a terminal; nothing elsewhere. Use as a context; `update(n)` moves it on."""
-    return tqdm(total=total, unit=unit, initial=done, file=sys.stdout, disable=not sys.stdout.isatty(), dynamic_ncols=True,
-                leave=False)
+    return tqdm(total=total, unit=unit, initial=done, file=sys.stdout, disable=not sys.stdout.isatty(),
+                dynamic_ncols=True, leave=False)
 
 
 def duration(seconds: float) -> str:
@@ -55,7 +55,9 @@ def duration(seconds: float) -> str:
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Exit with main(argv)'s code; bad input ends in one line and code 2, Ctrl-C in 130, anything else in a traceback and 1."""
+    """Exit with main(argv)'s code. Bad input ends in one line and code 2, Ctrl-C in 130, the rest in a traceback and
+    1.
+    """
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
@@ -193,7 +195,7 @@ def write_manifest(folder: Path, stage: str, **content) -> None:
 
 
 def lock_file(path: Path) -> IO | None:
-    """Open and lock `path` until the handle is closed or the process dies, however it dies; None where another holds it."""
+    """Open and lock `path` until the handle is closed or the process dies, however it dies; None if another holds it."""
     lock = open(path, "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,12 +1,12 @@
 """The hidden-state format: one safetensors file a sample, its header, its meaning, and what is wrong with it.
 
 <2 hex of sha256(id)>/<id>.safetensors holds aux_hidden_states (T, 3H), last_hidden_states (T, H: after the final norm),
-input_ids (T,) int32 and loss_mask (T,) uint8 (0 over the prompt, then 1), in this order; its metadata say id, target, capture
-layers, versions and checksum.
+input_ids (T,) int32 and loss_mask (T,) uint8 (0 over the prompt, then 1), in this order; its metadata say id, target,
+capture layers, versions and checksum.
 
-The loader reads rows with preadv straight into (pinned) batch tensors. safetensors' own safe_open(...).get_slice was measured
-beside it: 0.74 of its rate from the page cache, and it maps the file, so that a disk that fails under it ends the process
-where a read raises OSError.
+The loader reads rows with preadv straight into (pinned) batch tensors. safetensors' own safe_open(...).get_slice was
+measured beside it: 0.74 of its rate from the page cache, and it maps the file, so that a disk that fails under it ends
+the process where a read raises OSError.
 
 Shapes: T tokens of the sample, H hidden.
 """
@@ -85,8 +85,8 @@ class StateFile:
         return getattr(torch, DTYPES[self.header[name]["dtype"]][0])
 
     def read_into(self, name: str, tensor, row: int = 0) -> None:
-        """Fill a contiguous CPU tensor from the rows `row`, row + 1, ... of `name`: no copy besides the kernel's, and other
-        threads run meanwhile."""
+        """Fill a contiguous CPU tensor from the rows `row`, row + 1, ... of `name`: no copy besides the kernel's, and
+        other threads run meanwhile."""
         if not tensor.numel():
             return
         view = memoryview(tensor.view(-1).view(torch_uint8()).numpy())
@@ -179,7 +179,8 @@ def response_start(mask: np.ndarray) -> int | None:
 def check_sample(path: Path, row: dict, facts: dict, vocab_size: int, norm):
     """Read one file whole and compare it with its index row and the folder's facts: (problem, None) or (None, tensors).
 
-    norm (H,): weight of the target's final RMSNorm, or None. What comes out of that norm, divided by it, has a mean square of 1.
+    norm (H,): weight of the target's final RMSNorm, or None. What comes out of that norm, divided by it, has a mean
+    square of 1.
     """
     import torch
 
@@ -198,7 +199,8 @@ def check_sample(path: Path, row: dict, facts: dict, vocab_size: int, norm):
     if {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()} != expected:
         return "other shape or dtype", None
     layers = ",".join(map(str, layer_list(facts)))
-    if (metadata.get("id"), metadata.get("target"), metadata.get("capture_layers")) != (row["id"], facts["target"], layers):
+    found = metadata.get("id"), metadata.get("target"), metadata.get("capture_layers")
+    if found != (row["id"], facts["target"], layers):
         return "other target, layers or id", None
     if f"sha256:{hashlib.sha256(data.numpy()).hexdigest()}" != row["checksum"]:
         return "checksum", None
