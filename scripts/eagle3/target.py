@@ -22,23 +22,24 @@ def text_config(folder: Path) -> dict:
 
 
 class Target:
-    """The target's text config (`config`), and single tensors of its (sharded) safetensors by name. Raises UserError."""
+    """The target's text config (`config`), and single tensors of its safetensors, sharded or not. Raises UserError."""
 
     def __init__(self, folder: Path):
         self.folder, self.config = folder, text_config(folder)
         missing = [key for key in NEEDED_KEYS if key not in self.config]
         if missing:
-            raise UserError(f"{folder}/config.json: no {', '.join(missing)} there. --verifier-path must name the target's folder.")
+            raise UserError(f"{folder}/config.json: no {', '.join(missing)} there. "
+                            "--verifier-path must name the target's folder.")
         self.files = tensor_files(folder)
 
     def name(self, what: str) -> str | None:
-        """The full name of "embed", "head" or "norm": bare, or under the `language_model.` of a multimodal wrapper; None without one."""
+        """The full name of "embed", "head" or "norm", bare or under a multimodal wrapper's `language_model.`; or None."""
         plain = TENSORS[what]
         names = (f"language_model.{plain}", plain, plain.replace("model.", "model.language_model.", 1))
         return next((name for name in names if name in self.files), None)
 
     def tensor(self, what: str):
-        """"embed" and "head" (Vt, H), "norm" (H,), as they are stored. Raises UserError: missing, quantised, other shape."""
+        """ "embed" and "head" (Vt, H), "norm" (H,), as stored. Raises UserError: missing, quantised, other shape."""
         import torch
         from safetensors import SafetensorError, safe_open
 
@@ -87,7 +88,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return files
 
 
-# ---- layers: "layer L" is the residual stream entering layer L; a config holds SGLang's ids, which mean other layers to other versions ----
+# ---- layers: "layer L" is the residual stream entering layer L; SGLang's ids mean other layers to other versions ----
 def version_numbers(version: str) -> tuple[int, ...]:
     """(0, 5, 15) of "0.5.15.post1". Raises UserError: the layer ids hang on them."""
     numbers = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
@@ -97,9 +98,9 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def captured_layers(ids: list[int] | None, version: str, num_layers: int | None = None) -> list[int]:
-    """The layers whose input SGLang captures for `eagle_aux_hidden_state_layer_ids`, in its order; for None its defaults.
+    """The layers whose input SGLang captures for `eagle_aux_hidden_state_layer_ids`, in its order; for None its own.
 
-    DeepseekV2ForCausalLM.set_eagle3_layers_to_capture: up to 0.5.12 it adds 1 to each id, later only when the first is 1.
+    DeepseekV2ForCausalLM.set_eagle3_layers_to_capture: up to 0.5.12 it adds 1 to each id, later only if the first is 1.
     """
     if ids is None:
         return [2, num_layers // 2, num_layers - 3]
@@ -114,4 +115,5 @@ def layer_ids(layers: list[int], version: str) -> list[int]:
     for ids in (below, layers) if layers[0] == 2 else (layers, below):
         if captured_layers(ids, version) == layers and min(ids) >= 0:
             return list(ids)
-    raise UserError(f"SGLang {version} cannot capture layers {layers}: no eagle_aux_hidden_state_layer_ids lead there. Extract other layers.")
+    raise UserError(f"SGLang {version} cannot capture layers {layers}: no eagle_aux_hidden_state_layer_ids lead there. "
+                    "Extract other layers.")
