@@ -142,7 +142,7 @@ class Extraction:
         self.to_do = [sample for sample in samples if sample.id not in gone and not journal.in_place(sample)]
         if self.room:
             self.to_do.sort(key=lambda sample: plan_order(sample.id))
-        self.total = len(samples)
+        self.samples, self.total = samples, len(samples)
         # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
         self.name = f"{run_prefix(self.folder)}{os.getpid()}-{int(time.time())}"
         self.work: queue.SimpleQueue = queue.SimpleQueue()
@@ -356,7 +356,7 @@ class Extraction:
 
 # ---- files on their way ----
 def move(path: Path, place: Path) -> None:
-    """Rename; between two file systems, the one case in which bytes are written twice, copy so that `place` is whole."""
+    """Rename; between two file systems, the one case in which bytes are written twice, copy: `place` is never torn."""
     try:
         os.rename(path, place)
     except OSError as error:
