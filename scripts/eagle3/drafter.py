@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
 
@@ -17,6 +17,7 @@ ATTENTION, MLP = "midlayer.self_attn.", "midlayer.mlp."
 # Ours: SGLang's
 NORMS = {"input_norm": "midlayer.input_layernorm.weight", "hidden_norm": "midlayer.hidden_norm.weight",
          "post_norm": "midlayer.post_attention_layernorm.weight", "norm": "norm.weight"}
+IN_EVERY_LAYER = ("down", "gate_up", "o", "q_hidden", "kv_hidden", "hidden_norm", "post_norm")
 # Every tensor of an exported drafter: SGLang drops unknown names in silence and leaves missing ones uninitialised
 EXPORTED = {"fc.weight", "lm_head.weight", "d2t", *NORMS.values(),
             *(f"{ATTENTION}{part}_proj.weight" for part in "qkvo"),
@@ -25,7 +26,7 @@ EXPORTED = {"fc.weight", "lm_head.weight", "d2t", *NORMS.values(),
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a drafter. They are in its config.json."""
+    """Sizes and kind of a drafter. They are in its config.json."""
     hidden: int
     heads: int
     kv_heads: int
@@ -36,6 +37,15 @@ class Shape:
     rms_norm_eps: float
     rope_theta: float
     max_positions: int
+    layers: int = 1
+    aux_states: int = 3  # A, of the target, concatenated
+    aux_norm: str = ""  # of them before fc: "each" (SGLang's fc_norm), "all" (norm_before_fc), or none
+    norm_output: bool = False  # the next draft step gets norm(h') instead of h'
+
+    def as_config(self) -> dict:
+        """For a stage's config: what has its default stays out, so that older folders agree with it."""
+        kinds = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        return {name: value for name, value in asdict(self).items() if name not in kinds or value != kinds[name]}
 
     @property
     def key_columns(self) -> int:
@@ -43,24 +53,38 @@ class Shape:
         return self.kv_heads * self.head_dim
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """The trained tensors in the order in which a checkpoint's flat state holds them.
+        """The trained tensors in the order in which a checkpoint's flat state holds them; `name.1` is the second
+        layer's.
 
         The embedding and the hidden half of q, k and v lie apart: the first can be applied once for all TTT steps.
         """
         h, q, kv = self.hidden, self.heads * self.head_dim, 2 * self.key_columns
-        return {"lm_head": (self.draft_vocab, h), "down": (h, self.intermediate), "gate_up": (2 * self.intermediate, h),
-                "o": (h, q), "q_hidden": (q, h), "kv_hidden": (kv, h), "q_embed": (q, h), "kv_embed": (kv, h),
-                "fc": (h, 3 * h), "input_norm": (h,), "hidden_norm": (h,), "post_norm": (h,), "norm": (h,)}
+        found = {"lm_head": (self.draft_vocab, h), "down": (h, self.intermediate), "gate_up": (2 * self.intermediate, h),
+                 "o": (h, q), "q_hidden": (q, h), "kv_hidden": (kv, h), "q_embed": (q, h), "kv_embed": (kv, h),
+                 "fc": (h, self.aux_states * h), "input_norm": (h,), "hidden_norm": (h,), "post_norm": (h,), "norm": (h,)}
+        if self.aux_norm:
+            found["aux_norm"] = (self.aux_states * h,)
+        return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER}
 
     def flops(self, context: int, query: int, pairs: int, steps: int) -> float:
-        """Arithmetic that one forward and backward pass needs; pairs: (query, step-0 key) pairs. The yardstick of MFU."""
+        """Arithmetic that one forward and backward pass needs; pairs: (query, step-0 key) pairs. The yardstick of
+        MFU.
+        """
         size = {name: math.prod(shape) for name, shape in self.weights().items()}
-        per_step = size["q_hidden"] + size["o"] + size["gate_up"] + size["down"] + size["lm_head"]
-        # no gradient goes to the inputs of fc and of the embedding half
-        first = (2 * size["fc"] + 2 * size["kv_embed"] + 3 * size["kv_hidden"]) * context + 2 * size["q_embed"] * query
-        later = 3 * (steps * per_step + (steps - 1) * size["kv_hidden"]) * query
-        later += size["lm_head"] * query  # the target's probabilities
-        return 2.0 * (first + later) + 14.0 * steps * pairs * self.heads * self.head_dim
+        layer = size["q_hidden"] + size["o"] + size["gate_up"] + size["down"]
+        # No gradient goes to the inputs of fc and of the embedding half. Below the last layer, step 0 takes all rows.
+        once = (2 * size["fc"] + 2 * size["kv_embed"] + 3 * self.layers * size["kv_hidden"]) * context
+        once += 2 * size["q_embed"] * (query if self.layers == 1 else context)
+        once += 3 * (self.layers - 1) * layer * (context - query)
+        every = 3 * (steps * (self.layers * layer + size["lm_head"]) + (steps - 1) * self.layers * size["kv_hidden"])
+        every += size["lm_head"]  # the target's probabilities
+        return 2.0 * (once + every * query) + 14.0 * self.layers * steps * pairs * self.heads * self.head_dim
+
+
+def layer_weights(shape: Shape, tensors: dict) -> list[dict]:
+    """Of each layer its own tensors, without the layer in their names; the first has also those of the embedding."""
+    first = {name: tensor for name, tensor in tensors.items() if "." not in name}
+    return [first] + [{name: tensors[f"{name}.{layer}"] for name in IN_EVERY_LAYER} for layer in range(1, shape.layers)]
 
 
 class NamedTensors:
@@ -107,7 +131,8 @@ class Drafter:
             elif view.dim() == 1:
                 view.fill_(1)
             else:
-                fan_in = view.shape[1] * (2 if name.startswith(("q_", "kv_")) else 1)  # their input is [embedding, hidden]
+                first = name in ("q_embed", "kv_embed", "q_hidden", "kv_hidden")  # their input is [embedding, hidden]
+                fan_in = view.shape[1] * (2 if first else 1)
                 view.uniform_(-1, 1, generator=generator).mul_(fan_in ** -0.5)
         self.refresh()
 
@@ -165,7 +190,9 @@ class Drafter:
 
 
 def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict:
-    """config.json for SGLang's LlamaForCausalLMEagle3. `eagle_config` is the only place where it looks for the layer ids."""
+    """config.json for SGLang's LlamaForCausalLMEagle3. `eagle_config` is the only place where it looks for the layer
+    ids.
+    """
     return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
             "hidden_act": "silu", "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
             "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab,

@@ -55,7 +55,9 @@ def duration(seconds: float) -> str:
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Exit with main(argv)'s code. Bad input ends in one line and code 2, Ctrl-C in 130, the rest in a traceback and 1."""
+    """Exit with main(argv)'s code. Bad input ends in one line and code 2, Ctrl-C in 130, the rest in a traceback and
+    1.
+    """
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
