@@ -5,7 +5,7 @@
 
 The server: patches/sglang_patch.py apply, then start it with EAGLE3_CAPTURE_DIR=<output-dir>/.incoming,
 EAGLE3_CAPTURE_LAYERS=3,31,59 and --disable-radix-cache. It sees this machine's output folder (one machine, or a shared
-file system). It writes each sample whole; this script sends the token ids, checks what arrives and renames it into place.
+file system). It writes each sample whole; this script sends token ids, checks what arrives and renames it into place.
 
 More data than disk: with --max-disk-gb the samples present never take more than that; when they do, 03 waits until a
 `04_train.py --follow` beside it has trained on some and released them (released.jsonl). What was released counts as
@@ -184,9 +184,8 @@ class Progress:
 
 def watch(job: Extraction, progress: Progress) -> None:
     """Until every sample is in place or in quarantine. Raises UserError."""
-    threads = job.start()
     last_probe = time.monotonic()
-    with bar(job.total, "sample", progress.in_place) as shown:
+    with job.working() as threads, bar(job.total, "sample", progress.in_place) as shown:
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.05)
             if job.stop is not None:

@@ -91,10 +91,10 @@ class Server:
         except httpx.TimeoutException as error:
             raise TimeoutError(str(error)) from None
         except httpx.TransportError as error:
-            cause: BaseException = error
-            while cause.__cause__:  # what the socket said, below two layers of names
-                cause = cause.__cause__
-            raise cause if isinstance(cause, OSError) else ConnectionError(str(error)) from None
+            cause: BaseException | None = error
+            while cause and not isinstance(cause, OSError):  # what the socket said, below two layers of names
+                cause = cause.__cause__ or cause.__context__
+            raise cause or ConnectionError(str(error)) from None
         return answer.status_code, answer.content
 
 
@@ -151,14 +151,20 @@ class Extraction:
         self.last_file: float | None = None
         self.done_samples = self.done_tokens = self.done_bytes = 0
 
-    def start(self) -> list[threading.Thread]:
+    @contextlib.contextmanager
+    def working(self):
+        """Inside, the worker threads (a list) do what is to do; an error there stops them. Their own is in `stop`."""
         for sample in self.to_do:
             self.work.put(sample)
         threads = [threading.Thread(target=self.worker, daemon=True)
                    for _ in range(min(self.args.concurrency, len(self.to_do)))]
         for thread in threads:
             thread.start()
-        return threads
+        try:
+            yield threads
+        except BaseException as error:
+            self.stop = self.stop or error
+            raise
 
     def stopped(self) -> bool:
         return self.stop is not None
