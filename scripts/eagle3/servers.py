@@ -1,0 +1,176 @@
+"""The servers of a run: a role of the run file as a command, started, waited for and stopped; and single calls to any SGLang server.
+
+A run file's `servers` names roles (plain, extract, speculative, or one's own), each with `command`, `flags` and `env`; a role that
+`extends` another takes its keys and lays its own over them.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import shlex
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Iterator
+
+import httpx
+
+from eagle3.stage import UserError, log
+
+ROLE_KEYS = {"extends", "command", "flags", "env"}
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)  # what `call` raises
+
+
+# ---- a role's command ----
+def role_chain(servers: dict, role: str) -> list[dict]:
+    """`role` and the roles it extends, itself first. Raises UserError."""
+    chain, seen, name = [], set(), role
+    while name is not None:
+        if name not in servers:
+            raise UserError(f"servers.{name}: no such role in the run file; there are {sorted(servers)}.")
+        if name in seen:
+            raise UserError(f"servers.{role}: `extends` goes in a circle.")
+        if not isinstance(servers[name], dict):
+            raise UserError(f"servers.{name}: no keys in it; known: extends, command, flags, env.")
+        unknown = sorted(set(servers[name]) - ROLE_KEYS)
+        if unknown:
+            raise UserError(f"servers.{name}: unknown key {unknown}; known: extends, command, flags, env.")
+        chain.append(servers[name])
+        seen.add(name)
+        name = servers[name].get("extends")
+    return chain
+
+
+def server_command(servers: dict, role: str) -> tuple[list[str], dict[str, str]]:
+    """argv and added environment of `role` in a run file's `servers`; `extends` is merged key by key. Raises UserError."""
+    command, flags, env = ["{python}", "-m", "sglang.launch_server"], {}, {}
+    for spec in reversed(role_chain(servers, role)):
+        command = spec.get("command", command)
+        flags.update(spec.get("flags") or {})
+        env.update(spec.get("env") or {})
+    argv = [sys.executable if word == "{python}" else word for word in command]
+    for flag, value in flags.items():
+        if value is True:
+            argv.append(f"--{flag}")
+        elif value is not None and value is not False:
+            argv += [f"--{flag}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return argv, {key: str(value) for key, value in env.items()}
+
+
+def flag_value(argv: list[str], flag: str, default: str) -> str:
+    return argv[argv.index(flag) + 1] if flag in argv else default
+
+
+def command_line(argv: list[str], env: dict[str, str]) -> str:
+    """The line that starts it in a shell."""
+    return " ".join([*(f"{key}={shlex.quote(value)}" for key, value in env.items()), shlex.join(argv)])
+
+
+# ---- single calls ----
+@functools.cache
+def client() -> httpx.Client:
+    """One client for all calls, which are rare: no connection is kept, so that none is found dead. Proxies are for the world outside."""
+    return httpx.Client(verify=ssl.create_default_context(), trust_env=False, follow_redirects=True,
+                        limits=httpx.Limits(max_keepalive_connections=0))
+
+
+def call(url: str, headers: dict | None = None, body: dict | None = None, timeout: float = 60) -> dict | list | str:
+    """GET, or POST where there is a `body`; the answer as JSON where it is that, else its text. Raises NO_ANSWER: nobody there, or not 2xx."""
+    request = client().build_request("GET" if body is None else "POST", url, headers=headers, timeout=timeout,
+                                     content=None if body is None else json.dumps(body))
+    response = client().send(request)
+    if not response.is_success:
+        raise httpx.HTTPStatusError(f"HTTP Error {response.status_code}: {response.reason_phrase}", request=request, response=response)
+    try:
+        return response.json()
+    except ValueError:
+        return response.text
+
+
+def healthy(url: str, timeout: float = 2.0) -> bool:
+    """Whether /health answers well within so many seconds."""
+    try:
+        call(f"{url}/health", timeout=timeout)
+        return True
+    except NO_ANSWER:
+        return False
+
+
+# ---- start and stop ----
+def address(servers: dict, role: str) -> tuple[str, int]:
+    """Where `role` will listen: (host, port). Raises UserError: the target is not there, or the port is taken."""
+    argv, _ = server_command(servers, role)
+    host, port = flag_value(argv, "--host", "127.0.0.1"), int(flag_value(argv, "--port", "30000"))
+    model = flag_value(argv, "--model-path", "")
+    if os.sep in model and not (Path(model) / "config.json").is_file():
+        raise UserError(f"servers.{role}: {model} holds no config.json. Set --model-path to the target's folder.")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            raise UserError(f"servers.{role}: port {port} is taken. Stop what listens there or set another port in the run file.") from None
+    return host, port
+
+
+def start_server(servers: dict, role: str, log_path: Path, wait_s: float) -> tuple[subprocess.Popen, str]:
+    """Start `role` in a process group of its own, wait until it is healthy, return (process, base URL). Raises UserError.
+
+    The kernel kills the server when this process dies, even by kill -9 (PR_SET_PDEATHSIG); SGLang's own children do the same.
+    """
+    argv, env = server_command(servers, role)
+    host, port = address(servers, role)
+    log(f"starting {role}: {command_line(argv, env)}")
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    libc = ctypes.CDLL(None)  # loaded before the fork: the child must not import anything
+    with open(log_path, "ab") as out:
+        process = subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                                   start_new_session=True, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+    url, began = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}", time.monotonic()
+    try:
+        while not healthy(url):
+            if process.poll() is not None:
+                raise UserError(f"servers.{role}: the server ended with code {process.returncode} before it was ready. Read {log_path}.")
+            if time.monotonic() - began > wait_s:
+                raise UserError(f"servers.{role}: not healthy after {wait_s:.0f} s. Read {log_path}, or allow more time.")
+            time.sleep(0.5)
+        log(f"{role} ready at {url} after {time.monotonic() - began:.0f} s")
+    except BaseException:
+        stop_server(process)
+        raise
+    return process, url
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """What would end this process meanwhile is kept, and has its effect afterwards. For the main thread."""
+    kept, before = [], {}
+    try:
+        for sign in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            before[sign] = signal.signal(sign, lambda number, _: kept.append(number))
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+        for sign in kept:
+            signal.raise_signal(sign)
+
+
+def stop_server(process: subprocess.Popen) -> None:
+    """End the server's whole process group: SIGTERM, 10 s, SIGKILL; SIGKILL also when only its children are left.
+
+    A hangup comes twice (the kernel's and the shell's), and who waits presses Ctrl-C again: that must not leave half a server.
+    """
+    with signals_held():
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, sign)
+                process.wait(timeout=10)
