@@ -65,7 +65,7 @@ COMMON = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3
 
 
 def lengths(count: int, mean: float, cut: int, seed: int) -> list[int]:
-    """`count` log-normal lengths (sigma 0.8) of at least 16 and at most `cut` with this mean: mu is found by bisection."""
+    """`count` log-normal lengths (sigma 0.8) from 16 to `cut` with this mean: mu is found by bisection."""
     chance = random.Random(seed)
     normal = [chance.gauss(0, 0.8) for _ in range(count)]
 

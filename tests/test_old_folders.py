@@ -1,9 +1,11 @@
 """Folders that an earlier version of the scripts left behind go on, and nothing in them is made again.
 
-tests/data/old_folders was written by the scripts of revision fc7ad90, with the answers of tests/api_server.py and the files of
-tests/stand_in.py (states of width 2):
-    responses/              complete, 6 rows; responses_half/: 01 killed after 3 of the same 6
-    hidden_states/          complete; hidden_states_half/: 03 killed between the fourth line of its journal and that rename
+tests/data/old_folders was written by the scripts of revision fc7ad90, with the answers of tests/api_server.py and the
+files of tests/stand_in.py (states of width 2):
+    responses/              complete, 6 rows
+    responses_half/         01 killed after 3 of the same 6
+    hidden_states/          complete
+    hidden_states_half/     03 killed between the fourth line of its journal and that file's rename
     hidden_states_bounded/  the same under --max-disk-gb 1, and two samples released
 """
 import hashlib
@@ -43,8 +45,8 @@ def generate(old: Path, folder: str) -> tuple[dict[str, dict], set[str]]:
 
     with ApiServer(answer) as api:
         load_script("01_generate").main([
-            "--prompts", str(old / "prompts.jsonl"), "--base-url", api.url, "--model", "m", "--tokenizer", str(TINY_KIMI),
-            "--output-dir", str(old / folder), "--concurrency", "1"])
+            "--prompts", str(old / "prompts.jsonl"), "--base-url", api.url, "--model", "m",
+            "--tokenizer", str(TINY_KIMI), "--output-dir", str(old / folder), "--concurrency", "1"])
     found = [row for path in sorted((old / folder).glob("part-*.jsonl")) for row in rows(path)]
     return {row["id"]: row for row in found}, set(api.asked)
 
@@ -77,7 +79,7 @@ def extract(old: Path, folder: str, server: StandIn, *more):
 
 
 def test_hidden_states_go_on_where_they_stopped(old, server):
-    """What lies in place is not asked for again, and the end is the folder that the earlier version made at one stretch."""
+    """What lies in place is not asked for again; the end is the folder that the earlier version made at one stretch."""
     before = contents(old / "hidden_states_half")
     done = extract(old, "hidden_states_half", server)
     assert done.returncode == 0 and "in place 3 " in done.stdout and "to do 3 " in done.stdout, done.stderr
@@ -108,6 +110,6 @@ def test_hidden_states_in_bounded_mode_go_on(old, server):
     assert server.asked == [row["id"] for row in rows(folder / "plan.jsonl")][3:]
     for name in ("index.jsonl", "plan.jsonl"):
         assert (folder / name).read_bytes() == (old / "hidden_states" / name).read_bytes()
-    released = {row["id"] for row in rows(folder / "released.jsonl")}
-    assert {row["id"] for row in rows(folder / "index.jsonl") if not sample_path(folder, row["id"]).exists()} == released
+    gone = {row["id"] for row in rows(folder / "index.jsonl") if not sample_path(folder, row["id"]).exists()}
+    assert gone == {row["id"] for row in rows(folder / "released.jsonl")}
     assert json.loads((folder / "manifest.json").read_text())["bounded"] is True
