@@ -3,8 +3,10 @@
 Two workers share the tests (scripts/test.sh): a file without servers runs whole on one of them; all tests that start SGLang run on
 one worker, so that at most one server is at work, in an order in which those that want the same server follow each other.
 """
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -22,6 +24,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+from eagle3.stage import UserError  # noqa: E402
+
 TINY_KIMI = ROOT / "scripts" / "tiny_kimi"
 CAPTURE_LAYERS = [2, 4, 6]  # the tiny target has 8 layers
 
@@ -40,6 +44,17 @@ def run_script(name: str, *args, env=None, timeout=600) -> subprocess.CompletedP
     """A numbered script as its users run it: a process of its own, output redirected."""
     return subprocess.run([sys.executable, "-u", str(ROOT / f"{name}.py"), *map(str, args)], cwd=ROOT, timeout=timeout,
                           env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}, text=True, capture_output=True)
+
+
+def run_here(name: str, *args) -> subprocess.CompletedProcess:
+    """The same in this process, without a process's start of seconds: main() ended as eagle3.stage.run() ends it."""
+    out, error, code = io.StringIO(), "", 0
+    with contextlib.redirect_stdout(out):
+        try:
+            code = load_script(name).main([str(arg) for arg in args]) or 0
+        except UserError as why:
+            code, error = 2, f"{name}: {why}\n"
+    return subprocess.CompletedProcess([name, *args], code, out.getvalue(), error)
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
-"""The servers of a run: a role of the run file as a command, started, waited for and stopped; and single calls to any SGLang server.
+"""The servers of a run: a role of the run file as a command, started, waited for and stopped; single calls to SGLang.
 
-A run file's `servers` names roles (plain, extract, speculative, or one's own), each with `command`, `flags` and `env`; a role that
-`extends` another takes its keys and lays its own over them.
+A run file's `servers` names roles (plain, extract, speculative, or one's own), each with `command`, `flags` and `env`;
+a role that `extends` another takes its keys and lays its own over them.
 """
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)  # what `call` raises
 
 
+class ServerGone(Exception):
+    """A server went away in the middle of a measurement: one line, and exit code 1."""
+
+
 # ---- a role's command ----
 def role_chain(servers: dict, role: str) -> list[dict]:
     """`role` and the roles it extends, itself first. Raises UserError."""
@@ -49,13 +53,19 @@ def role_chain(servers: dict, role: str) -> list[dict]:
     return chain
 
 
-def server_command(servers: dict, role: str) -> tuple[list[str], dict[str, str]]:
-    """argv and added environment of `role` in a run file's `servers`; `extends` is merged key by key. Raises UserError."""
-    command, flags, env = ["{python}", "-m", "sglang.launch_server"], {}, {}
+def role_settings(servers: dict, role: str) -> dict:
+    """{"command", "flags", "env"} of `role`; what it extends is merged in key by key. Raises UserError."""
+    merged = {"command": ["{python}", "-m", "sglang.launch_server"], "flags": {}, "env": {}}
     for spec in reversed(role_chain(servers, role)):
-        command = spec.get("command", command)
-        flags.update(spec.get("flags") or {})
-        env.update(spec.get("env") or {})
+        merged["command"] = spec.get("command", merged["command"])
+        for part in ("flags", "env"):
+            merged[part].update(spec.get(part) or {})
+    return merged
+
+
+def server_command(servers: dict, role: str) -> tuple[list[str], dict[str, str]]:
+    """argv and added environment of `role` in a run file's `servers`. Raises UserError."""
+    command, flags, env = role_settings(servers, role).values()
     argv = [sys.executable if word == "{python}" else word for word in command]
     for flag, value in flags.items():
         if value is True:
@@ -77,18 +87,25 @@ def command_line(argv: list[str], env: dict[str, str]) -> str:
 # ---- single calls ----
 @functools.cache
 def client() -> httpx.Client:
-    """One client for all calls, which are rare: no connection is kept, so that none is found dead. Proxies are for the world outside."""
+    """One client for all calls. They are rare: no connection is kept, so that none is found dead.
+
+    Without the environment's proxies, as the streams of load.py: servers of a run are near.
+    """
     return httpx.Client(verify=ssl.create_default_context(), trust_env=False, follow_redirects=True,
                         limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def call(url: str, headers: dict | None = None, body: dict | None = None, timeout: float = 60) -> dict | list | str:
-    """GET, or POST where there is a `body`; the answer as JSON where it is that, else its text. Raises NO_ANSWER: nobody there, or not 2xx."""
+    """GET, or POST where there is a `body`; the answer as JSON where it is that, else its text.
+
+    Raises NO_ANSWER: nobody there, or httpx.HTTPStatusError where the status is not 2xx.
+    """
     request = client().build_request("GET" if body is None else "POST", url, headers=headers, timeout=timeout,
                                      content=None if body is None else json.dumps(body))
     response = client().send(request)
     if not response.is_success:
-        raise httpx.HTTPStatusError(f"HTTP Error {response.status_code}: {response.reason_phrase}", request=request, response=response)
+        message = f"HTTP Error {response.status_code}: {response.reason_phrase}"  # httpx's own has two lines
+        raise httpx.HTTPStatusError(message, request=request, response=response)
     try:
         return response.json()
     except ValueError:
@@ -117,14 +134,16 @@ def address(servers: dict, role: str) -> tuple[str, int]:
         try:
             probe.bind((host, port))
         except OSError:
-            raise UserError(f"servers.{role}: port {port} is taken. Stop what listens there or set another port in the run file.") from None
+            raise UserError(f"servers.{role}: port {port} is taken. Stop what listens there or set another port "
+                            "in the run file.") from None
     return host, port
 
 
 def start_server(servers: dict, role: str, log_path: Path, wait_s: float) -> tuple[subprocess.Popen, str]:
-    """Start `role` in a process group of its own, wait until it is healthy, return (process, base URL). Raises UserError.
+    """Start `role` in a process group of its own, wait until it is healthy, return (process, base URL).
 
-    The kernel kills the server when this process dies, even by kill -9 (PR_SET_PDEATHSIG); SGLang's own children do the same.
+    The kernel kills the server when this process dies, even by kill -9 (PR_SET_PDEATHSIG); SGLang's own children do the
+    same. Raises UserError: the target is not there, the port is taken, the server ended or is not healthy in time.
     """
     argv, env = server_command(servers, role)
     host, port = address(servers, role)
@@ -133,14 +152,17 @@ def start_server(servers: dict, role: str, log_path: Path, wait_s: float) -> tup
     libc = ctypes.CDLL(None)  # loaded before the fork: the child must not import anything
     with open(log_path, "ab") as out:
         process = subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                   start_new_session=True, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+                                   start_new_session=True,
+                                   preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
     url, began = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}", time.monotonic()
     try:
         while not healthy(url):
             if process.poll() is not None:
-                raise UserError(f"servers.{role}: the server ended with code {process.returncode} before it was ready. Read {log_path}.")
+                raise UserError(f"servers.{role}: the server ended with code {process.returncode} before it was ready. "
+                                f"Read {log_path}.")
             if time.monotonic() - began > wait_s:
-                raise UserError(f"servers.{role}: not healthy after {wait_s:.0f} s. Read {log_path}, or allow more time.")
+                raise UserError(f"servers.{role}: not healthy after {wait_s:.0f} s. Read {log_path}, "
+                                "or allow more time.")
             time.sleep(0.5)
         log(f"{role} ready at {url} after {time.monotonic() - began:.0f} s")
     except BaseException:
@@ -167,7 +189,8 @@ def signals_held() -> Iterator[None]:
 def stop_server(process: subprocess.Popen) -> None:
     """End the server's whole process group: SIGTERM, 10 s, SIGKILL; SIGKILL also when only its children are left.
 
-    A hangup comes twice (the kernel's and the shell's), and who waits presses Ctrl-C again: that must not leave half a server.
+    A hangup comes twice (the kernel's and the shell's), and who waits presses Ctrl-C again: that must not break the
+    stopping off, or the server's children are left.
     """
     with signals_held():
         for sign in (signal.SIGTERM, signal.SIGKILL):

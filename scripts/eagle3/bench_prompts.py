@@ -1,0 +1,151 @@
+"""What a benchmark sends: prompts from JSONL files, a responses/ folder or a public data set, as token ids."""
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Iterator
+
+from eagle3.stage import UserError
+
+SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "bench_prompts"
+# name -> (dataset on the hub, configuration, split, column with the question or the list of turns)
+DATASETS = {
+    "mt-bench": ("HuggingFaceH4/mt_bench_prompts", None, "train", "prompt"),
+    "gsm8k": ("openai/gsm8k", "main", "test", "question"),
+    "humaneval": ("openai/openai_humaneval", None, "test", "prompt"),
+    "math-500": ("HuggingFaceH4/MATH-500", None, "test", "problem"),
+}
+FORMS = ("prompt_ids", "messages", "prompt")  # of a row; the first one that is there counts
+
+
+def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
+    """[{"id", "source", "thinking", "prompt_ids"}] of the flags --prompts, --dataset, --ids, --limit and --thinking.
+
+    The tokenizer is loaded only when something has to be rendered. Raises UserError.
+    """
+    rows = wanted_rows(args)
+    tokenizer = load_tokenizer(tokenizer_path) if any("prompt_ids" not in row for row in rows) else None
+    prompts = []
+    for row in rows:
+        about = {"id": row["id"], "source": row["source"]}
+        if "prompt_ids" in row:
+            prompts.append({**about, "thinking": "recorded", "prompt_ids": row["prompt_ids"]})
+            continue
+        for mode in args.thinking:
+            suffix = f"@{mode}" if len(args.thinking) > 1 else ""
+            ids = render(tokenizer, row, mode)
+            prompts.append({**about, "id": row["id"] + suffix, "thinking": mode, "prompt_ids": ids})
+    name, times = Counter(prompt["id"] for prompt in prompts).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"prompts: the id {name!r} stands more than once. "
+                        "Ids must differ over all --prompts and --dataset.")
+    return prompts
+
+
+def wanted_rows(args: argparse.Namespace) -> list[dict]:
+    """The rows that --ids and --limit leave. Raises UserError."""
+    wanted = read_ids(args.ids) if args.ids else None
+    kept, read, per_source = [], 0, Counter()
+    for read, row in enumerate(all_rows(args), 1):
+        if not isinstance(row.get("id"), str) or not row.keys() & set(FORMS):
+            raise UserError(f"prompts of {row['source']}: a row needs a text `id` "
+                            "and `messages`, `prompt` or `prompt_ids`.")
+        if wanted is None or row["id"] in wanted:
+            per_source[row["source"]] += 1
+            if args.limit is None or per_source[row["source"]] <= args.limit:
+                kept.append(row)
+    if not kept:
+        raise UserError(f"--ids {args.ids}: none of its {len(wanted)} ids is among the {read} prompts." if wanted else
+                        "no prompts. Name some with --prompts or --dataset.")
+    return kept
+
+
+def read_ids(path: Path) -> set[str]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UserError(f"--ids: {path} is not readable ({error.strerror}).") from None
+    try:
+        return set(json.loads(text)["ids"])
+    except (ValueError, TypeError, KeyError):
+        return {line.strip() for line in text.split("\n") if line.strip()}
+
+
+def all_rows(args: argparse.Namespace) -> Iterator[dict]:
+    """Rows {"id", "source", and one of FORMS} of all --prompts and --dataset. Raises UserError."""
+    for path in args.prompts or ([] if args.dataset else [SHIPPED]):
+        yield from rows_of_path(path)
+    for spec in args.dataset:
+        yield from rows_of_dataset(spec)
+
+
+def rows_of_path(path: Path) -> Iterator[dict]:
+    responses = sorted(path.glob("part-*.jsonl"))
+    files = responses or sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"{path}: no *.jsonl in it. Name prompts with --prompts or --dataset.")
+    for file in files:
+        for row in jsonl_rows(file):
+            source = str(row.get("source") or "responses") if responses else file.stem
+            yield {"source": source, **{key: row[key] for key in ("id", *FORMS) if key in row}}
+
+
+def rows_of_dataset(spec: str) -> Iterator[dict]:
+    """spec: NAME, from the hub, or NAME=FILE.jsonl."""
+    name, _, local = spec.partition("=")
+    if name not in DATASETS:
+        raise UserError(f"--dataset {name}: unknown; known: {', '.join(DATASETS)}.")
+    hub, configuration, split, column = DATASETS[name]
+    from datasets import load_dataset  # here: it takes seconds to import
+    try:
+        data = load_dataset("json", data_files=local, split="train") if local else \
+            load_dataset(hub, configuration, split=split)
+        questions = data[column]
+    except Exception as error:  # the library raises its own, the hub's and the file system's errors
+        raise UserError(f"--dataset {spec}: {' '.join(str(error).split())[:300]}. "
+                        f"Offline, name a JSONL file: {name}=FILE.") from None
+    for number, question in enumerate(questions):
+        # of MT-Bench the first turn: the second one would hang on the answer to the first
+        text = question[0] if isinstance(question, list) else question
+        yield {"id": f"{name}-{number}", "source": name, "prompt": text}
+
+
+def jsonl_rows(path: Path) -> Iterator[dict]:
+    """The objects of a JSONL file, one at a time: they may be more than the memory holds. Raises UserError."""
+    number = 0
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):  # not str.splitlines(): a text in it may hold U+2028 as it is
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError("no object")
+                    yield row
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable as JSONL (line {number}: {error}).") from None
+
+
+# ---- rendering ----
+def load_tokenizer(path: str):
+    from transformers import AutoTokenizer  # here: it takes seconds to import
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    except Exception as error:  # a remote-code tokenizer can raise anything
+        raise UserError(f"--tokenizer {path}: {' '.join(str(error).split())[:300]}") from None
+
+
+def render(tokenizer, row: dict, mode: str) -> list[int]:
+    """Token ids of the prompt in the target's own turn format. Raises UserError.
+
+    Kimi's template reads `thinking`, other models' `enable_thinking`.
+    """
+    try:
+        messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False,
+                                            thinking=mode == "on", enable_thinking=mode == "on")
+        return list(map(int, ids))
+    except Exception as error:  # templates raise what they like
+        raise UserError(f"prompts of {row['source']}: the chat template refuses {row['id']!r} "
+                        f"({' '.join(str(error).split())[:300]}).") from None

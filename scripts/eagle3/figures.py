@@ -1,0 +1,207 @@
+"""What a measurement's rows say: acceptance, speed and its intervals, and where answers differ. Rows in, numbers out.
+
+A `record` is one request of raw.jsonl (load.stream_answer), a `unit` all prompts once, of one variant at one level:
+{"variant", "level", "repeat", "wall_s", "watts", "requests": [record, ...]}.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from typing import Callable, Iterable
+
+import numpy as np
+
+BOOTSTRAP = 2000  # resamples of the prompts
+CONTEXT_BUCKETS = {f"<= {2 ** power}": 2 ** power for power in range(7, 19)} | {f"> {2 ** 18}": float("inf")}
+
+
+def count(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))
+
+
+def answered(units: list[dict]) -> list[dict]:
+    """The requests of `units` that ended in an answer."""
+    return [record for unit in units for record in unit["requests"] if "error" not in record]
+
+
+# ---- acceptance ----
+def beyond_answer(record: dict) -> int:
+    """Correct drafts of one answer that lay behind its end.
+
+    SGLang counts the last verify step before it looks for the end, so `1 + correct + verify - completion` tokens fell
+    off; all but the bonus token were counted as correct drafts. (0.5.10's first worker cuts before it counts: 0.)
+    """
+    spec = record["spec"]
+    return max(0, spec["correct_drafts"] + spec["verify_steps"] - record["completion_tokens"])
+
+
+def acceptance(records: list[dict], steps: int = 0) -> dict | None:
+    """Counts summed over requests, then divided; None when no request carries them.
+
+    `accept_by_position[j]`: share of verify steps in which drafts 0..j were all right; of `steps` drafts.
+    """
+    counted = [record for record in records if record.get("spec")]
+    verify = sum(record["spec"]["verify_steps"] for record in counted)
+    if not verify:
+        return None
+    correct = sum(record["spec"]["correct_drafts"] for record in counted)
+    beyond = sum(map(beyond_answer, counted))
+    histograms = [record["spec"]["histogram"] for record in counted if record["spec"]["histogram"]]
+    total = []  # verify steps with 0, 1, ... correct drafts
+    if histograms:  # SGLang's list ends at the most correct drafts it saw; `steps` drafts were tried
+        total = [sum(h[k] for h in histograms if k < len(h)) for k in range(max(steps + 1, *map(len, histograms)))]
+    by_position = [sum(total[k:]) / verify for k in range(1, len(total))] if total else None
+    return {"requests": len(counted), "verify_steps": verify, "correct_drafts": correct, "beyond_answer": beyond,
+            "accept_length": 1 + correct / verify, "accept_length_in_answer": 1 + (correct - beyond) / verify,
+            "histogram": total or None, "accept_by_position": by_position}
+
+
+def context_bucket(record: dict) -> str:
+    """The bucket of the context at the end of an answer."""
+    length = record["prompt_tokens"] + record["completion_tokens"]
+    return next(name for name, edge in CONTEXT_BUCKETS.items() if length <= edge)
+
+
+def grouped(records: list[dict], key: Callable[[dict], str], steps: int) -> dict[str, dict]:
+    """{group: acceptance}; groups without counts are left out."""
+    groups = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    found = {name: acceptance(members, steps) for name, members in groups.items()}
+    return {name: accept for name, accept in found.items() if accept}
+
+
+# ---- time ----
+def percentiles(values: list[float]) -> dict | None:
+    return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)} if values else None
+
+
+def gaps_of(record: dict) -> list[float]:
+    """Seconds per token after the first: n tokens that arrive together have n equal gaps, as in SGLang's benchmark."""
+    gaps, times, counts = [], record["times_s"], record["counts"]
+    for index in range(1, len(times)):
+        new = counts[index] - counts[index - 1]
+        gaps += [(times[index] - times[index - 1]) / new] * new if new else []
+    return gaps
+
+
+def level_figures(units: list[dict], steps: int = 0) -> dict:
+    """Figures of one variant at one level over its repeats; steps: drafts in a row."""
+    records, answers = [record for unit in units for record in unit["requests"]], answered(units)
+    wall, tokens = sum(unit["wall_s"] for unit in units), sum(record["completion_tokens"] for record in answers)
+    watts = [unit["watts"] for unit in units]
+    joule = sum(w * unit["wall_s"] for w, unit in zip(watts, units)) if all(watts) else None
+    decode = sum(record["latency_s"] - record["times_s"][0] for record in answers)
+    accept = acceptance(answers, steps)
+    forward = accept["verify_steps"] if accept else sum(record["completion_tokens"] - 1 for record in answers)
+    return {
+        "requests": len(records), "failed": count(record["error"] for record in records if "error" in record),
+        "finish": count(record["finish"] for record in answers),
+        "output_tokens": tokens, "wall_s": wall, "tok_s": tokens / wall if tokens else None,
+        "tok_s_repeats": [sum(record["completion_tokens"] for record in answered([unit])) / unit["wall_s"]
+                          for unit in units],
+        "ttft_s": percentiles([record["times_s"][0] for record in answers]),
+        "itl_s": percentiles([gap for record in answers for gap in gaps_of(record)]),
+        "latency_s": percentiles([record["latency_s"] for record in answers]),
+        "decode_step_s": decode / forward if forward else None, "accept": accept,
+        "watts": float(np.mean(watts)) if all(w is not None for w in watts) else None,
+        "joule_per_token": joule / tokens if tokens and joule is not None else None}
+
+
+# ---- two variants beside each other ----
+def paired(one: list[dict], other: list[dict]) -> list[tuple[dict, dict]]:
+    """Answers to the same prompt in the same repeat, of two variants at one level."""
+    answers = {(unit["repeat"], record["id"]): record for unit in other for record in answered([unit])}
+    return [(record, answers[unit["repeat"], record["id"]]) for unit in one for record in answered([unit])
+            if (unit["repeat"], record["id"]) in answers]
+
+
+def resampled(values: np.ndarray, statistic: Callable) -> list[float] | None:
+    """95 % bootstrap interval of statistic(column sums) over the rows of `values` (N prompts, K); None for N < 5."""
+    if len(values) < 5:
+        return None
+    draw, N = np.random.default_rng(0), len(values)
+    sums = np.stack([np.bincount(draw.integers(0, N, N), minlength=N) @ values for _ in range(BOOTSTRAP)])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return [float(value) for value in np.nanpercentile(statistic(sums.T), [2.5, 97.5])]
+
+
+def speed_up(plain: list[dict], variant: list[dict]) -> dict:
+    """Ratio of tok/s, with the interval over prompts. In a resample the sum of latencies stands for the wall time."""
+    figures = [level_figures(units) for units in (plain, variant)]
+    ratio = figures[1]["tok_s"] / figures[0]["tok_s"] if all(f["tok_s"] for f in figures) else None
+    sums = {}
+    for a, b in paired(plain, variant):
+        sums.setdefault(a["id"], np.zeros(4))
+        sums[a["id"]] += [a["completion_tokens"], a["latency_s"], b["completion_tokens"], b["latency_s"]]
+    if not ratio or not sums:
+        return {"speed_up": ratio, "interval": None}
+
+    def statistic(s):
+        return (s[2] / s[3]) / (s[0] / s[1])
+
+    values = np.stack(list(sums.values()))
+    interval = resampled(values, statistic)
+    scale = ratio / statistic(values.sum(0))
+    return {"speed_up": ratio, "interval": [bound * scale for bound in interval] if interval else None}
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first token in which two answers differ; the shorter one's length if the other begins with it;
+    None if they are equal."""
+    if a == b:
+        return None
+    return next((index for index, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))
+
+
+def same_text(plain: list[dict], variant: list[dict]) -> dict:
+    """Share of answers with the same token ids, and where the others part."""
+    pairs, differences = paired(plain, variant), []
+    for a, b in pairs:
+        at = first_difference(a["output_ids"], b["output_ids"])
+        if at is not None:
+            tokens = [x["output_ids"][at] if at < len(x["output_ids"]) else None for x in (a, b)]
+            differences.append({"id": a["id"], "position": at, "tokens": tokens})
+    equal = len(pairs) - len(differences)
+    return {"compared": len(pairs), "equal": equal, "share": 1 - len(differences) / len(pairs) if pairs else None,
+            "differences": differences}
+
+
+def difference_key(difference: dict) -> str:
+    """Names a difference of `same_text` in raw.jsonl, where what was found out about it stands."""
+    return f"{difference['id']}:{difference['position']}:{difference['tokens']}"
+
+
+# ---- training's prediction beside what was served ----
+def prediction_check(prediction: dict | None, records: list[dict], server: dict, temperature: float) -> dict | None:
+    """Training's predicted accept_length and the served one, on the validation samples among `records`, else on all.
+
+    None where the two are different things: the prediction is for greedy answers and one chain of so many drafts.
+    """
+    prediction = prediction or {}
+    predicted, known = prediction.get("accept_length"), prediction.get("samples") or {}
+    counted = [record for record in records if record.get("spec")]
+    same = [record for record in counted if record["id"] in known]
+    served = acceptance(same or counted)
+    chain = prediction.get("num_steps"), 1
+    served_chain = server.get("speculative_num_steps"), server.get("speculative_eagle_topk")
+    if not predicted or not served or temperature or chain != served_chain:
+        return None
+    # served and predicted counts of one sample stay together in a resample: what the samples differ by is no gap
+    sums, equal, as_long = {}, 0, 0
+    for record in same or counted:
+        verify, correct = known[record["id"]] if same else (0, 0)
+        here = record["spec"]["verify_steps"], record["spec"]["correct_drafts"] - beyond_answer(record)
+        equal += here == (verify, correct)
+        # the last step may emit one token less than it counts
+        as_long += record["completion_tokens"] - verify - correct in (0, 1)
+        sums[record["id"]] = sums.get(record["id"], 0) + np.array([*here, verify, correct], float)
+    values = np.stack(list(sums.values()))
+    if same:
+        predicted = 1 + values[:, 3].sum() / max(1, values[:, 2].sum())
+    value = served["accept_length_in_answer"]
+    interval = resampled(values, lambda s: (1 + s[1] / s[0]) / (1 + s[3] / s[2] if same else predicted))
+    return {"predicted": predicted, "served": value, "ratio": value / predicted, "answers": len(same or counted),
+            "of_validation": bool(same), "interval": interval,  # of the ratio
+            "equal_answers": equal, "as_long_answers": as_long,
+            "predicted_by_position": prediction.get("accept_by_position"),
+            "served_by_position": served["accept_by_position"]}
