@@ -27,7 +27,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
-from eagle3.extraction import FULL, Extraction, clean_incoming, free_bytes, settle  # noqa: E402
+from eagle3.extraction import FULL, Extraction  # noqa: E402
+from eagle3.incoming import clean_incoming, free_bytes, settle  # noqa: E402
 from eagle3.journal import Journal, write_bound, write_plan  # noqa: E402
 from eagle3.responses import finished_parts  # noqa: E402
 from eagle3.samples import Sample, read_ids, read_samples  # noqa: E402

@@ -54,15 +54,18 @@ def write_atomic(path: Path, data: bytes | str, like: Path) -> None:
     """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones. Its permissions are those
     of `like`."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_bytes(data.encode() if isinstance(data, str) else data)
     shutil.copymode(like, temporary)
+    sync(temporary)
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the rename itself must survive a power cut
-    os.close(folder)
+    sync(path.parent)  # the rename itself must survive a power cut
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, last."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def sha256(text: str) -> str:

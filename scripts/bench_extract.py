@@ -32,7 +32,8 @@ import pynvml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-from eagle3.extraction import PREFILL, Server  # noqa: E402
+from eagle3.extraction import Server  # noqa: E402
+from eagle3.incoming import PREFILL  # noqa: E402
 from eagle3.servers import start_server, stop_server  # noqa: E402
 from eagle3.stage import UserError, log, run, write_atomic  # noqa: E402
 

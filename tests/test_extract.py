@@ -483,7 +483,7 @@ def test_a_full_disk_ends_in_one_line_and_resumes(undisturbed, responses, patche
     here = responses, folder, server.url, folder / ".incoming"
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(extraction.shutil, "disk_usage", lambda folder: SimpleNamespace(free=6 << 20))
+            patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=6 << 20))
             refused = extract(*here, "--verifier-path", TINY_KIMI, code=2)
         assert "GB are to come" in refused.stderr and not list(folder.rglob("*.safetensors"))
         full = extract(*here, "--no-disk-check", code=2)
