@@ -1,17 +1,18 @@
-"""How fast is 01_generate.py itself? Against a stub that answers at once, and against a real server beside a bare load generator.
+"""How fast is 01_generate.py itself? Against a stub that answers at once, and against a real server in turns with a bare
+load generator.
 
     python scripts/bench_generate.py stub --rows 20000 --concurrency 256      answers/s on one client core, memory over the rows
     python scripts/bench_generate.py engine --base-url http://127.0.0.1:30000 --prompts configs/quickstart_prompts.jsonl
                                                                               tok/s of 01 and of a bare generator, in turns
 
-The stub is a process of its own on another core where there is one. CPU seconds are the client's own, from its first request to its last.
+The stub is a process of its own on another core where there is one. CPU seconds are the client's own, from its first
+request to its last.
 """
 import argparse
 import asyncio
 import json
 import os
 import re
-import runpy
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,10 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from eagle3.prompts import safe_id  # noqa: E402
+from eagle3.responses import part_files, read_jsonl  # noqa: E402
+
 TINY = ROOT / "scripts/tiny_kimi"
 
 
@@ -44,7 +49,8 @@ def stub(port: int, n_words: int) -> None:
                     await reader.readexactly(int(re.search(rb"(?i)content-length: (\d+)", head)[1]))
                     seen[0], seen[1], seen[2] = seen[0] + 1, seen[1] or time.monotonic(), time.monotonic()
                     answer = body
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+                head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
+                writer.write(head + answer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
@@ -117,18 +123,17 @@ async def bare(url: str, requests: list[dict], concurrency: int) -> tuple[int, f
 
 def bench_engine(args) -> None:
     speeds = {"01": [], "bare": []}
-    safe_id = runpy.run_path(str(ROOT / "01_generate.py"))["safe_id"]
-    names = [safe_id(json.loads(line)["id"]) for line in open(args.prompts)][:args.limit]
+    names = [safe_id(row["id"]) for row in read_jsonl(Path(args.prompts))][:args.limit]
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(args.repeats + 1):  # the first round warms the server up and is not counted
             out = Path(folder) / str(turn)
             argv = ["--prompts", args.prompts, "--limit", args.limit, "--base-url", args.base_url, "--tokenizer", args.tokenizer,
                     "--output-dir", out, "--concurrency", args.concurrency, "--max-tokens", args.max_tokens,
                     "--temperature", 0, "--log-interval", 600]
-            done = subprocess.run([sys.executable, "-u", ROOT / "01_generate.py", *map(str, argv)], stdout=subprocess.PIPE, text=True,
-                                  check=True)
+            done = subprocess.run([sys.executable, "-u", ROOT / "01_generate.py", *map(str, argv)], check=True,
+                                  stdout=subprocess.PIPE, text=True)
             line = [line for line in done.stdout.splitlines() if " answers/s " in line][-1]
-            rows = {row["id"]: row for part in sorted(out.glob("part-*.jsonl")) for row in map(json.loads, part.open())}
+            rows = {row["id"]: row for part in part_files(out) for row in read_jsonl(part)}
             rows = [rows[f"{name}-t0"] for name in names]  # the bare generator asks in the same order
             requests = [{"input_ids": row["prompt_ids"], "sampling_params": {
                 "max_new_tokens": args.max_tokens, "temperature": 0,
