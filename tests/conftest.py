@@ -17,6 +17,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
 TINY_KIMI = ROOT / "scripts" / "tiny_kimi"
 CAPTURE_LAYERS = [2, 4, 6]  # the tiny target has 8 layers
 

@@ -1,7 +1,7 @@
 """What makes a script a stage: its log, its flags, its folder, its exit code.
 
-A stage reads a run file's section under its flags, locks its output folder, refuses another config there, writes every file whole,
-and writes manifest.json last: where that stands, the stage is complete.
+A stage reads a run file's section under its flags, locks its output folder, refuses another config there, writes every
+file whole, and writes manifest.json last: where that stands, the stage is complete.
 """
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def log(event: str) -> None:
 
 def bar(total: int | None, unit: str, done: int = 0) -> tqdm:
     """A bar for long work, where stdout is a terminal; nothing elsewhere. Use as a context; `update(n)` moves it on."""
-    return tqdm(total=total, unit=unit, initial=done, file=sys.stdout, disable=not sys.stdout.isatty(), dynamic_ncols=True, leave=False)
+    return tqdm(total=total, unit=unit, initial=done, file=sys.stdout, disable=not sys.stdout.isatty(),
+                dynamic_ncols=True, leave=False)
 
 
 def duration(seconds: float) -> str:
@@ -54,7 +55,9 @@ def duration(seconds: float) -> str:
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Exit with main(argv)'s code; bad input ends in one line and exit code 2, Ctrl-C in 130, anything else in a traceback and 1."""
+    """Exit with main(argv)'s code. Bad input ends in one line and code 2, Ctrl-C in 130, the rest in a traceback and
+    1.
+    """
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
@@ -95,7 +98,8 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
         raise UserError(f"{message}. See --help.")
 
     parser.error = fail
-    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help=f"run file; its section `{section}` holds flags")
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml",
+                        help=f"run file; its section `{section}` holds flags")
     probe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     probe.error = fail
     probe.add_argument("--config", type=Path)
@@ -104,7 +108,8 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
     return parser.parse_args(tokens_of(parser, section, values, path, argv) + argv)
 
 
-def tokens_of(parser: argparse.ArgumentParser, section: str, values: dict, path: Path | None, argv: list[str]) -> list[str]:
+def tokens_of(parser: argparse.ArgumentParser, section: str, values: dict, path: Path | None,
+              argv: list[str]) -> list[str]:
     """A run file's section as command-line tokens, less what `argv` sets itself. Raises UserError."""
     tokens, actions = [], {option[2:]: action for action in parser._actions for option in action.option_strings}
     for key, value in values.items():
@@ -176,7 +181,8 @@ def read_manifest(folder: Path, stage: str) -> dict:
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
     except (OSError, ValueError):
-        raise UserError(f"{folder}: no readable manifest.json, so {stage} has not finished there. Run {stage}.py first.") from None
+        raise UserError(f"{folder}: no readable manifest.json, so {stage} has not finished there. "
+                        f"Run {stage}.py first.") from None
     if manifest.get("stage") != stage or manifest.get("schema") != SCHEMA:
         raise UserError(f"{folder}: written by {manifest.get('stage')} (schema {manifest.get('schema')}), "
                         f"expected {stage} (schema {SCHEMA}). Name the right folder.")
@@ -189,7 +195,7 @@ def write_manifest(folder: Path, stage: str, **content) -> None:
 
 
 def lock_file(path: Path) -> IO | None:
-    """Open and lock `path` until the handle is closed or the process dies, however it dies; None where another process holds it."""
+    """Open and lock `path` until the handle is closed or the process dies, however it dies; None if another holds it."""
     lock = open(path, "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +206,10 @@ def lock_file(path: Path) -> IO | None:
 
 
 def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
-    """Lock `folder` for this process and refuse what another config began there (`stage.json`). Keep the handle open. Raises UserError."""
+    """Lock `folder` for this process and refuse what another config began there (`stage.json`). Keep the handle open.
+
+    Raises UserError.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_file(folder / ".lock")
@@ -214,6 +223,7 @@ def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
     differs = [f"{key}: {old.get(key)!r} there, {fixed.get(key)!r} now"
                for key in sorted(old.keys() | fixed.keys()) if old.get(key) != fixed.get(key)]
     if differs:
-        raise UserError(f"{folder}: begun with another config ({'; '.join(differs)}). Use the old values or another folder.")
+        raise UserError(f"{folder}: begun with another config ({'; '.join(differs)}). "
+                        "Use the old values or another folder.")
     write_atomic(path, json.dumps(fixed, indent=1, sort_keys=True) + "\n")
     return lock

@@ -10,6 +10,7 @@ from pathlib import Path
 from eagle3.stage import UserError, read_json
 
 TENSORS = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight", "norm": "model.norm.weight"}
+FLOATS = ("BF16", "F16", "F32")  # safetensors' names
 NEEDED_KEYS = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 
 
@@ -22,24 +23,29 @@ def text_config(folder: Path) -> dict:
 
 
 class Target:
-    """The target's text config (`config`), and single tensors of its (sharded) safetensors by name. Raises UserError."""
+    """The target's text config (`config`), and single tensors of its safetensors, sharded or not. Raises UserError."""
 
     def __init__(self, folder: Path):
         self.folder, self.config = folder, text_config(folder)
         missing = [key for key in NEEDED_KEYS if key not in self.config]
         if missing:
-            raise UserError(f"{folder}/config.json: no {', '.join(missing)} there. --verifier-path must name the target's folder.")
+            raise UserError(f"{folder}/config.json: no {', '.join(missing)} there. "
+                            "--verifier-path must name the target's folder.")
         self.files = tensor_files(folder)
 
     def name(self, what: str) -> str | None:
-        """The full name of "embed", "head" or "norm": bare, or under the `language_model.` of a multimodal wrapper; None without one."""
+        """The full name of "embed", "head" or "norm", bare or under a multimodal wrapper's `language_model.`; or
+        None.
+        """
         plain = TENSORS[what]
         names = (f"language_model.{plain}", plain, plain.replace("model.", "model.language_model.", 1))
         return next((name for name in names if name in self.files), None)
 
-    def tensor(self, what: str):
-        """"embed" and "head" (Vt, H), "norm" (H,), as they are stored. Raises UserError: missing, quantised, other shape."""
-        import torch
+    def place(self, what: str) -> tuple[Path, str]:
+        """(file, tensor name) of "embed", "head" (tied: the embedding) or "norm", from the file's header alone.
+
+        Raises UserError: missing, quantised, another shape than config.json says.
+        """
         from safetensors import SafetensorError, safe_open
 
         name = self.name(what)
@@ -47,20 +53,33 @@ class Target:
             name = self.name("embed")
         if not name:
             packed = [key for key in self.files if TENSORS[what].rsplit(".", 1)[0] in key]
-            raise UserError(f"{self.folder}: no {TENSORS[what]}" +
+            raise UserError(f"{self.folder}: no {TENSORS[what]} among its tensors" +
                             (f", but {packed[0]}: quantised? It must be bf16, fp16 or fp32." if packed else "."))
+        path = self.folder / self.files[name]
         try:
-            with safe_open(self.folder / self.files[name], "pt") as file:
-                tensor = file.get_tensor(name)
+            with safe_open(path, "np") as file:
+                entry = file.get_slice(name)
+                dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{self.folder / self.files[name]}: not readable ({error}).") from None
-        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UserError(f"{self.folder}: {name} is {tensor.dtype}: quantised? It must be bf16, fp16 or fp32.")
+            raise UserError(f"{path}: not readable ({error}).") from None
+        if dtype not in FLOATS:
+            raise UserError(f"{self.folder}: {name} is quantised ({dtype}). It must be bf16, fp16 or fp32.")
         hidden = self.config["hidden_size"]
         wanted = (hidden,) if what == "norm" else (self.config["vocab_size"], hidden)
-        if tensor.shape != wanted:
-            raise UserError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, config.json says {wanted}.")
-        return tensor
+        if shape != wanted:
+            raise UserError(f"{self.folder}: {name} has shape {shape}, config.json says {wanted}.")
+        return path, name
+
+    def tensor(self, what: str):
+        """"embed" and "head" (Vt, H), "norm" (H,), as they are stored. Raises UserError."""
+        from safetensors import SafetensorError, safe_open
+
+        path, name = self.place(what)
+        try:
+            with safe_open(path, "pt") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: not readable ({error}).") from None
 
     def final_norm(self):
         """(H,) the final norm's weight in float32; None where the checkpoint holds none."""
@@ -87,7 +106,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return files
 
 
-# ---- layers: "layer L" is the residual stream entering layer L; a config holds SGLang's ids, which mean other layers to other versions ----
+# ---- layers: "layer L" is the residual stream entering layer L; SGLang's ids mean other layers to other versions ----
 def version_numbers(version: str) -> tuple[int, ...]:
     """(0, 5, 15) of "0.5.15.post1". Raises UserError: the layer ids hang on them."""
     numbers = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
@@ -97,9 +116,9 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def captured_layers(ids: list[int] | None, version: str, num_layers: int | None = None) -> list[int]:
-    """The layers whose input SGLang captures for `eagle_aux_hidden_state_layer_ids`, in its order; for None its defaults.
+    """The layers whose input SGLang captures for `eagle_aux_hidden_state_layer_ids`, in its order; for None its own.
 
-    DeepseekV2ForCausalLM.set_eagle3_layers_to_capture: up to 0.5.12 it adds 1 to each id, later only when the first is 1.
+    DeepseekV2ForCausalLM.set_eagle3_layers_to_capture: up to 0.5.12 it adds 1 to each id, later only if the first is 1.
     """
     if ids is None:
         return [2, num_layers // 2, num_layers - 3]
@@ -114,4 +133,5 @@ def layer_ids(layers: list[int], version: str) -> list[int]:
     for ids in (below, layers) if layers[0] == 2 else (layers, below):
         if captured_layers(ids, version) == layers and min(ids) >= 0:
             return list(ids)
-    raise UserError(f"SGLang {version} cannot capture layers {layers}: no eagle_aux_hidden_state_layer_ids lead there. Extract other layers.")
+    raise UserError(f"SGLang {version} cannot capture layers {layers}: no eagle_aux_hidden_state_layer_ids lead there. "
+                    "Extract other layers.")

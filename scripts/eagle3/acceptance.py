@@ -1,0 +1,87 @@
+"""What serving would accept: losses and accuracies of a drafter on held-out samples, and the walk of a greedy server
+over them.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eagle3.batches import Sample, collate, feed, pack
+from eagle3.trainer import all_ranks, choose_pass
+
+
+def walk(right: np.ndarray, start: int, end: int, steps: int, first: int) -> list[int]:
+    """Correct drafts of each verify step of a greedy server over the response tokens [start, end) of one sample.
+
+    right (K, rows): row i is position first + i. The target itself emits token `start`; a verify step after token p +
+    1 drafts x[p+2], x[p+3], ... """
+    accepted, p = [], max(start, 1) - 1
+    while p + 2 < end:
+        k = 0
+        while k < min(steps, end - p - 2) and right[k, p - first]:
+            k += 1
+        accepted.append(k)
+        p += k + 1
+    return accepted
+
+
+@dataclass
+class Evaluation:
+    """metrics: loss_k, full_acc_k, cond_acc_k and accept_length; prediction: what eagle3.json keeps of it."""
+    metrics: dict
+    prediction: dict
+
+
+def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
+    """Losses and accuracies over `samples`, and the accept_length that greedy serving will show on them. The same on
+    every rank.
+
+    args: ttt_steps, num_draft_steps, batch_tokens, num_workers and loss.
+    """
+    K, draft_steps, world, device = args.ttt_steps, args.num_draft_steps, process.world, process.device
+    bins = pack([sample.tokens for sample in samples], list(range(len(samples))), args.batch_tokens)[process.rank::world]
+    bins = [[samples[i] for i in indices] for indices in bins]
+    sums = torch.zeros(K, 4, dtype=torch.float64, device=device)
+    histogram, walks = np.zeros(draft_steps + 1, np.int64), {}
+    load = functools.partial(collate, steps=K, hidden=draft.shape.hidden, aux_states=draft.shape.aux_states,
+                             pin=device.type == "cuda")
+    ttt_pass = choose_pass(draft).ttt_pass
+    for members, batch, _ in feed(bins, load, args.num_workers, device, draft.dtype):
+        step_sums, right = ttt_pass(draft, batch, [1.0] * K, kind=args.loss)
+        sums += step_sums
+        right = right.cpu().numpy()
+        for sample, ((q0, q1), _) in zip(members, batch.spans):
+            accepted = walk(right[:, q0:q1], sample.start, sample.tokens, draft_steps, sample.rows(K)[0])
+            histogram += np.bincount(accepted, minlength=draft_steps + 1)
+            walks[sample.id] = [len(accepted), sum(accepted)]
+    histogram = torch.from_numpy(histogram).to(device)
+    if world > 1:
+        dist.all_reduce(sums), dist.all_reduce(histogram)
+    walks = {name: value for part in all_ranks(walks, process) for name, value in part.items()}
+    prediction = predicted(histogram.tolist(), walks)
+    counts = np.sum([sample.counts(K) for sample in samples], 0)
+    metrics = step_metrics(sums.cpu(), counts) | {"accept_length": prediction["accept_length"]}
+    return Evaluation(metrics, prediction)
+
+
+def predicted(histogram: list[int], walks: dict) -> dict:
+    """eagle3.json's `prediction`. histogram[n]: verify steps with n correct drafts; walks: {id: [verify steps,
+    correct drafts]}.
+    """
+    verify, correct, steps = sum(histogram), sum(k * n for k, n in enumerate(histogram)), len(histogram) - 1
+    return {"num_steps": steps, "accept_length": 1 + correct / max(1, verify), "verify_steps": verify, "correct_drafts": correct,
+            "histogram": histogram, "accept_by_position": [sum(histogram[j + 1:]) / max(1, verify) for j in range(steps)],
+            "val_ids_file": "val_ids.json", "samples": dict(sorted(walks.items()))}
+
+
+def step_metrics(sums: torch.Tensor, counts) -> dict:
+    """loss_k, full_acc_k, cond_acc_k from the sums of a pass over all ranks and the loss rows of each step."""
+    metrics = {}
+    for k, (loss, counted, chain, before) in enumerate(sums.tolist()):
+        metrics |= {f"loss_{k}": loss / max(1, counts[k]), f"full_acc_{k}": chain / max(1, counted),
+                    f"cond_acc_{k}": chain / max(1, before)}
+    return metrics

@@ -1,0 +1,228 @@
+"""From samples on the disk to packed batches on the device: which samples make up which step, and the loader that
+reads ahead.
+ Shapes: B samples packed one after the other, C context rows, R query rows (those that carry loss in some TTT step:
+the tail of each sample), H hidden, A aux states. """
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eagle3.stage import UserError
+from eagle3.states import StateFile
+
+OPEN_BINS = 32  # while packing
+OPEN_BINS_IN_ORDER = 8  # in the plan's order: each keeps its samples on the disk until it is full; 32 pack little tighter
+
+
+@dataclass
+class Sample:
+    """One sample: its file and what of it carries loss: the tokens from `start` to `tokens`, its response."""
+    id: str
+    path: Path
+    tokens: int
+    start: int
+    mass: np.ndarray | None  # (tokens - start,) per response token: the target's probability inside the draft vocabulary
+    truncated: bool = False
+
+    def counts(self, steps: int) -> list[int]:
+        """Loss rows of each TTT step: response tokens t = p + 2 + k with p >= 0."""
+        return [max(0, self.tokens - max(self.start, 2 + k)) for k in range(steps)]
+
+    def rows(self, steps: int) -> tuple[int, int, int]:
+        """(first query row, context rows, query rows). The last row predicts the last token."""
+        context, first = self.tokens - 2, max(0, self.start - 1 - steps)
+        return first, context, context - first
+
+
+@dataclass
+class Batch:
+    """Samples packed one after the other. Row c of a sample stands for its position p = c; its last rows are its
+    query rows.
+
+    What TTT step k needs at query row r is row r + k of last, labels, mask, mass: a shift, as long as k < rows_left.
+    """
+    aux: torch.Tensor  # (C, A*H) of position p
+    next_ids: torch.Tensor  # (C,) x[p+1]
+    positions: torch.Tensor  # (C,)
+    length: torch.Tensor  # (C,) tokens of the row's sample
+    last: torch.Tensor  # (R, H) last_hidden[p+1]
+    labels: torch.Tensor  # (R,) x[p+2]
+    mask: torch.Tensor  # (R,) bool: x[p+2] is a response token
+    mass: torch.Tensor  # (R,) the target's probability inside the draft vocabulary, where x[p+2] is predicted
+    rows_left: torch.Tensor  # (R,) rows of its sample from here on, this one included
+    cu_q: torch.Tensor  # (B + 1,) int32, where the samples' query rows begin
+    cu_k: torch.Tensor  # (B + 1,) int32, where their context rows begin
+    spans: list  # per sample ((q0, q1), (k0, k1)), the same bounds on the host
+    tokens: int = 0
+
+    def pick(self, x):
+        """The query rows of x (C, ...) -> (R, ...)."""
+        if len(self.mask) == len(self.positions):
+            return x
+        return torch.cat([x[k1 - q1 + q0:k1] for (q0, q1), (_, k1) in self.spans])
+
+    def add_to_query_rows(self, x, y) -> None:
+        """x (C, ...) += y (R, ...) on the query rows."""
+        for (q0, q1), (_, k1) in self.spans if len(y) < len(x) else [((0, len(y)), (0, len(y)))]:
+            x[k1 - q1 + q0:k1] += y[q0:q1]
+
+    @property
+    def max_q(self) -> int:
+        return max(q1 - q0 for (q0, q1), _ in self.spans)
+
+    @property
+    def max_k(self) -> int:
+        return max(k1 - k0 for _, (k0, k1) in self.spans)
+
+    def flops(self, shape, steps: int) -> float:
+        queries = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in self.spans]
+        pairs = sum(q * k - q * (q - 1) // 2 for q, k in queries)
+        return shape.flops(len(self.positions), len(self.mask), pairs, steps)
+
+    def to(self, device, dtype) -> Batch:
+        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)}
+        moved |= {name: moved[name].to(dtype) for name in ("aux", "last")}
+        return replace(self, **moved)
+
+
+def batch_of(sizes: list[tuple[int, int, int]], aux, last, columns: dict, tokens: int, pin=False) -> Batch:
+    """A Batch of the samples whose `Sample.rows` are `sizes`, from its float tensors and its other columns (arrays)."""
+    cu_k = np.cumsum([0] + [context for _, context, _ in sizes])
+    cu_q = np.cumsum([0] + [query for _, _, query in sizes])
+    bounds = zip(cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist())
+    columns = columns | {
+        "positions": np.concatenate([np.arange(context) for _, context, _ in sizes]),
+        "rows_left": np.concatenate([np.arange(query, 0, -1) for *_, query in sizes]),
+        "cu_q": cu_q.astype(np.int32), "cu_k": cu_k.astype(np.int32)}
+    small = {name: torch.as_tensor(column) for name, column in columns.items()}
+    if pin:
+        small = {name: tensor.pin_memory() for name, tensor in small.items()}
+    return Batch(aux=aux, last=last, spans=[((q0, q1), (k0, k1)) for q0, q1, k0, k1 in bounds], tokens=tokens, **small)
+
+
+def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3, pin=False) -> Batch:
+    """Read what the rows of these samples need, straight into (pinned) batch tensors. Raises UserError."""
+    sizes = [sample.rows(steps) for sample in samples]
+    C, R = (sum(size[i] for size in sizes) for i in (1, 2))
+    next_ids, length, labels = np.empty(C, np.int64), np.empty(C, np.int64), np.empty(R, np.int64)
+    mask, mass = np.zeros(R, bool), np.zeros(R, np.float32)
+    aux = last = None
+    k0 = q0 = 0
+    for sample, (first, context, rows) in zip(samples, sizes):
+        try:
+            with StateFile(sample.path) as file:
+                if aux is None:
+                    dtype = file.dtype("aux_hidden_states")
+                    aux = torch.empty(C, aux_states * hidden, dtype=dtype, pin_memory=pin)
+                    last = torch.empty(R, hidden, dtype=dtype, pin_memory=pin)
+                file.read_into("aux_hidden_states", aux[k0:k0 + context])
+                file.read_into("last_hidden_states", last[q0:q0 + rows], first + 1)
+                ids = file.input_ids()[:context + 2]
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{sample.path}: not readable ({error}). It was whole when it was checked: see to the disk.") from None
+        next_ids[k0:k0 + context] = ids[1:-1]
+        length[k0:k0 + context] = sample.tokens
+        labels[q0:q0 + rows] = ids[first + 2:]
+        begin = max(sample.start, first + 2)  # the first response token that a query row predicts
+        mask[q0 + begin - first - 2:q0 + rows] = True
+        mass[q0 + begin - first - 2:q0 + rows] = sample.mass[begin - sample.start:]
+        k0, q0 = k0 + context, q0 + rows
+    columns = {"next_ids": next_ids, "length": length, "labels": labels, "mask": mask, "mass": mass}
+    return batch_of(sizes, aux, last, columns, sum(sample.tokens for sample in samples), pin)
+
+
+# ---- the plan: which samples make up which step, on any number of ranks ----
+def split_samples(samples: list[Sample], ratio: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one."""
+    ranked = sorted(samples, key=lambda sample: hashlib.sha256(f"{seed}:{sample.id}".encode()).hexdigest())
+    held_out = max(1, round(ratio * len(ranked)))
+    train, val = (sorted(part, key=lambda sample: sample.id) for part in (ranked[held_out:], ranked[:held_out]))
+    return train, val
+
+
+def pack(lengths: list[int], order: list[int], capacity: int, open_bins: int = OPEN_BINS) -> list[list[int]]:
+    """Bins of indices whose lengths sum to at most `capacity`: each goes into the first open bin that has room."""
+    full, bins = [], []  # open bins: [room, indices]
+    for i in order:
+        fits = next((entry for entry in bins if entry[0] >= lengths[i]), None)
+        if fits is None:
+            if len(bins) == open_bins:
+                full.append(bins.pop(min(range(open_bins), key=lambda j: bins[j][0]))[1])
+            fits = [capacity, []]
+            bins.append(fits)
+        fits[0] -= lengths[i]
+        fits[1].append(i)
+    return full + [indices for _, indices in bins]
+
+
+def plan_epoch(samples: list[Sample], capacity: int, bins_per_step: int, seed: int, epoch: int,
+               shuffle: bool = True) -> list[list[list[int]]]:
+    """Steps of bins of sample indices. It knows nothing of ranks: 2 ranks with 1 bin each train as 1 rank with 2."""
+    order, lengths = list(range(len(samples))), [sample.tokens for sample in samples]
+    if shuffle:
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        bins = pack(lengths, order, capacity)
+        random.Random(f"{seed}:{epoch}:bins").shuffle(bins)  # the fullest close first
+    else:
+        bins = pack(lengths, order, capacity, OPEN_BINS_IN_ORDER)
+    return [bins[start:start + bins_per_step] for start in range(0, len(bins), bins_per_step)]
+
+
+# ---- the loader ----
+def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wait: samples):
+    """Yields (bin, its batch on the device, seconds waited for files); threads read ahead, copies run beside the
+    computation.
+
+    take(bin, wait) gives a bin's samples ([]: none is left, the bin is passed over), or None where they are not there
+    yet and it shall not wait. """
+    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+    todo, ahead = deque(bins), deque()
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        def fill(wait: bool) -> None:
+            while todo and len(ahead) <= workers and (samples := take(todo[0], wait and not ahead)) is not None:
+                item = todo.popleft()
+                if samples:
+                    ahead.append((item, pool.submit(load, samples)))
+
+        fill(True)
+        while ahead:
+            begun = time.monotonic()
+            item, future = ahead.popleft()
+            batch = future.result()
+            waited = time.monotonic() - begun
+            # Not waiting: where the disk is bounded, the samples waited for come only after this batch is trained on
+            # and released
+            fill(False)
+            yield item, on_device(batch, device, dtype, copies), waited
+            fill(True)
+
+
+def on_device(batch: Batch, device, dtype, copies) -> Batch:
+    """The batch on the device, copied on the stream `copies` if there is one."""
+    if not copies:
+        return batch.to(device, dtype)
+    current = torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        moved = batch.to(device, dtype)
+    current.wait_stream(copies)
+    for value in vars(moved).values():
+        if torch.is_tensor(value):
+            value.record_stream(current)  # allocated on the other stream, used here
+    return moved
+
+
+def add_noise(batch: Batch, std: float, seed: str) -> None:
+    """EAGLE's noise on the input states (arXiv 2401.15077, its code): uniform, (u - 1/2) * std * 512 / T, the same on
+    any rank.
+    """
+    generator = torch.Generator(batch.aux.device).manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big"))
+    noise = torch.rand(batch.aux.shape, dtype=batch.aux.dtype, device=batch.aux.device, generator=generator)
+    batch.aux += noise.sub_(0.5).mul_((512 * std / batch.length)[:, None].to(noise.dtype))

@@ -1,0 +1,240 @@
+"""The hidden-state format: one safetensors file a sample, its header, its meaning, and what is wrong with it.
+
+<2 hex of sha256(id)>/<id>.safetensors holds aux_hidden_states (T, 3H), last_hidden_states (T, H: after the final norm),
+input_ids (T,) int32 and loss_mask (T,) uint8 (0 over the prompt, then 1), in this order; its metadata say id, target,
+capture layers, versions and checksum.
+
+The loader reads rows with preadv straight into (pinned) batch tensors. safetensors' own safe_open(...).get_slice was
+measured beside it: 0.74 of its rate from the page cache, and it maps the file, so that a disk that fails under it ends
+the process where a read raises OSError.
+
+Shapes: T tokens of the sample, H hidden.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from eagle3.stage import SCHEMA
+
+# The same in every file of a folder
+FACTS = ("target", "capture_layers", "sglang_version", "patch_hash", "dtype", "hidden_size")
+DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}  # safetensors' name: torch's, bytes
+HEADER_BYTES = 4096  # of a file, at most: its length depends on names and numbers in it
+MAX_HEADER = 1 << 20
+
+
+def sample_path(folder: Path, sample_id: str) -> Path:
+    return folder / hashlib.sha256(sample_id.encode()).hexdigest()[:2] / f"{sample_id}.safetensors"
+
+
+def token_bytes(hidden_size: int, dtype: str) -> int:
+    """Bytes that a token takes: 57,349 for Kimi-K2.5."""
+    return 4 * hidden_size * dict(DTYPES.values())[dtype] + 5
+
+
+class StateFile:
+    """An open sample. Raises ValueError where it is no whole safetensors file, OSError where it cannot be read.
+
+    header: {tensor: {"dtype", "shape", "data_offsets"}} without the metadata; begin: the byte at which offset 0 lies.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.file = path, os.open(path, os.O_RDONLY)
+        try:
+            self.header, self.metadata, self.begin, self.size = self.read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def read_header(self) -> tuple[dict, dict, int, int]:
+        start = os.pread(self.file, HEADER_BYTES, 0)
+        length = int.from_bytes(start[:8], "little")
+        if not 0 < length < MAX_HEADER:
+            raise ValueError("no safetensors header")
+        if len(start) < 8 + length:
+            start = os.pread(self.file, 8 + length, 0)
+        size = os.fstat(self.file).st_size
+        try:
+            header = json.loads(start[8:8 + length])
+            metadata = header.pop("__metadata__")
+            end = max(entry["data_offsets"][1] for entry in header.values())
+            metadata["checksum"]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise ValueError("no tensors or no metadata in its header") from None
+        if size != 8 + length + end:
+            raise ValueError(f"{size} bytes, its header says {8 + length + end}")
+        return header, metadata, 8 + length, size
+
+    def __enter__(self) -> StateFile:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.file)
+
+    def dtype(self, name: str):
+        """torch's dtype of a tensor of states."""
+        import torch  # only here: extraction itself stays small in memory
+        return getattr(torch, DTYPES[self.header[name]["dtype"]][0])
+
+    def read_into(self, name: str, tensor, row: int = 0) -> None:
+        """Fill a contiguous CPU tensor from the rows `row`, row + 1, ... of `name`: no copy besides the kernel's, and
+        other threads run meanwhile."""
+        if not tensor.numel():
+            return
+        view = memoryview(tensor.view(-1).view(torch_uint8()).numpy())
+        row_bytes = tensor.itemsize * (tensor[0].numel() if tensor.dim() > 1 else 1)
+        self.read_bytes_into(view, self.begin + self.header[name]["data_offsets"][0] + row * row_bytes)
+
+    def read_bytes_into(self, view: memoryview, offset: int) -> None:
+        while len(view):
+            got = os.preadv(self.file, [view], offset)
+            if not got:
+                raise OSError("file ends early")
+            view, offset = view[got:], offset + got
+
+    def tensor(self, name: str):
+        """A tensor of states whole, (T, ...)."""
+        import torch
+        tensor = torch.empty(self.header[name]["shape"], dtype=self.dtype(name))
+        self.read_into(name, tensor)
+        return tensor
+
+    def raw(self, name: str) -> bytes:
+        first, end = self.header[name]["data_offsets"]
+        buffer = bytearray(end - first)
+        self.read_bytes_into(memoryview(buffer), self.begin + first)
+        return bytes(buffer)
+
+    def input_ids(self) -> np.ndarray:
+        """(T,) int32"""
+        return np.frombuffer(self.raw("input_ids"), "<i4")
+
+    def loss_mask(self) -> np.ndarray:
+        """(T,) uint8"""
+        return np.frombuffer(self.raw("loss_mask"), np.uint8)
+
+
+def torch_uint8():
+    import torch
+    return torch.uint8
+
+
+# ---- is it the file that it should be ----
+def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, facts: dict | None) -> dict:
+    """The facts (FACTS) a file states. Raises ValueError when it is not this sample, or not of the folder's `facts`."""
+    try:
+        dtype, (_, width) = file.header["last_hidden_states"]["dtype"], file.header["last_hidden_states"]["shape"]
+        tensors = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in file.header.items()}
+        found = {**{fact: file.metadata[fact] for fact in FACTS if fact != "hidden_size"}, "hidden_size": width}
+        found["capture_layers"] = [int(layer) for layer in file.metadata["capture_layers"].split(",")]
+        identity = (file.metadata["schema"], file.metadata["id"], file.metadata["prompt_len"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its header lacks {error}") from None
+    if identity != (str(SCHEMA), sample_id, str(prompt_len)):
+        wanted = (str(SCHEMA), sample_id, str(prompt_len))
+        raise ValueError(f"is {identity} (schema, id, prompt_len), expected {wanted}")
+    expected = expected_tensors(dtype, tokens, width)
+    if tensors != expected or DTYPES.get(dtype, ("unknown",))[0] != found["dtype"]:
+        raise ValueError(f"has other tensors than its tokens make ({found['dtype']} {tensors}, expected {expected})")
+    if facts is not None and found != facts:
+        differs = ", ".join(f"{fact} {found[fact]} (the folder: {facts[fact]})"
+                            for fact in FACTS if found[fact] != facts[fact])
+        raise ValueError(f"was captured with another {differs}")
+    return found
+
+
+def expected_tensors(dtype: str, T: int, width: int) -> dict[str, tuple]:
+    """{tensor: (dtype, shape, data_offsets)} of a sample of T tokens, states in safetensors' `dtype`."""
+    size, expected, end = DTYPES.get(dtype, ("unknown", 0))[1], {}, 0
+    for tensor, kind, shape, count in (("aux_hidden_states", dtype, [T, 3 * width], T * 3 * width * size),
+                                       ("last_hidden_states", dtype, [T, width], T * width * size),
+                                       ("input_ids", "I32", [T], 4 * T), ("loss_mask", "U8", [T], T)):
+        expected[tensor] = (kind, shape, [end, end + count])
+        end += count
+    return expected
+
+
+def check_ids(file: StateFile, ids: list[int], prompt_len: int) -> None:
+    """Raises ValueError when the file's ids and loss mask are not the response's."""
+    if not np.array_equal(file.input_ids(), ids):
+        raise ValueError("ids are not the response's")
+    if response_start(file.loss_mask()) != prompt_len:
+        raise ValueError("loss mask is not the response's")
+
+
+def response_start(mask: np.ndarray) -> int | None:
+    """The first response token of a mask that is 0 over the prompt and 1 from there to the end; None for any other."""
+    start = len(mask) - int(np.count_nonzero(mask))
+    return start if start < len(mask) and (mask[start:] == 1).all() else None
+
+
+def check_sample(path: Path, row: dict, facts: dict, vocab_size: int, norm):
+    """Read one file whole and compare it with its index row and the folder's facts: (problem, None) or (None, tensors).
+
+    norm (H,): weight of the target's final RMSNorm, or None. What comes out of that norm, divided by it, has a mean
+    square of 1.
+    """
+    import torch
+
+    try:
+        with StateFile(path) as file:
+            data = torch.empty(file.size - file.begin, dtype=torch.uint8)
+            file.read_bytes_into(memoryview(data.numpy()), file.begin)
+            header, metadata = file.header, file.metadata
+    except FileNotFoundError:
+        return "missing", None
+    except (OSError, ValueError):
+        return "torn", None
+    T, hidden = row["tokens"], facts["hidden_size"]
+    dtype = next(name for name, (torch_name, _) in DTYPES.items() if torch_name == facts["dtype"])
+    expected = {name: kind_and_shape[:2] for name, kind_and_shape in expected_tensors(dtype, T, hidden).items()}
+    if {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()} != expected:
+        return "other shape or dtype", None
+    layers = ",".join(map(str, layer_list(facts)))
+    found = metadata.get("id"), metadata.get("target"), metadata.get("capture_layers")
+    if found != (row["id"], facts["target"], layers):
+        return "other target, layers or id", None
+    if f"sha256:{hashlib.sha256(data.numpy()).hexdigest()}" != row["checksum"]:
+        return "checksum", None
+    kinds = {"I32": torch.int32, "U8": torch.uint8, dtype: getattr(torch, facts["dtype"])}
+    tensors = {name: data[slice(*entry["data_offsets"])].view(kinds[entry["dtype"]]).view(entry["shape"])
+               for name, entry in header.items()}
+    problem = problem_of(tensors, vocab_size, norm)
+    return (problem, None) if problem else (None, tensors)
+
+
+def problem_of(tensors: dict, vocab_size: int, norm) -> str | None:
+    """What is wrong with a sample's values, or None."""
+    import torch
+
+    low, high = tensors["input_ids"].aminmax()
+    if low < 0 or high >= vocab_size:
+        return "ids beyond the vocabulary"
+    if not tensors["loss_mask"].any():
+        return "no response token"
+    if response_start(tensors["loss_mask"].numpy()) is None:
+        return "loss mask is not one response at the end"
+    states = (tensors["aux_hidden_states"], tensors["last_hidden_states"])
+    if not all(torch.isfinite(extreme) for tensor in states for extreme in tensor.aminmax()):
+        return "not finite"  # the extremes of a tensor with a NaN are NaN
+    if norm is not None:
+        used = norm.abs() > 1e-3 * norm.abs().max()
+        some = tensors["last_hidden_states"][::max(1, len(tensors["input_ids"]) // 256)]  # enough for a median
+        sizes = (some[:, used].float() / norm[used]).square().mean(-1).sqrt()
+        if not 0.8 < sizes.median() < 1.25:
+            return "states from before the final norm"
+    return None
+
+
+# ---- what 03 says of all its samples ----
+def layer_list(facts: dict) -> list[int]:
+    """The capture layers of a manifest or of 03's facts."""
+    return [int(layer) for layer in str(facts["capture_layers"]).strip("[]").split(",")]

@@ -1,0 +1,138 @@
+"""Where a process computes, which pass it takes, and one optimizer step."""
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from eagle3 import fused, ttt
+from eagle3.drafter import Drafter, NamedTensors
+from eagle3.optimizers import Gradients, adamw_
+from eagle3.stage import UserError, log
+
+
+# ---- processes ----
+@dataclass(frozen=True)
+class Process:
+    """One of `world` processes that train together, and where it computes. A single one takes the same path as many."""
+    rank: int
+    world: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def say(self, event: str) -> None:
+        if self.rank == 0:
+            log(event)
+
+
+def join_processes(device: str | None, dtype: str | None) -> Process:
+    """Joins the other ranks, if torchrun started any. Raises UserError."""
+    rank, world, local = (int(os.environ.get(name, default))
+                          for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        if local >= torch.cuda.device_count():
+            raise UserError(f"rank {rank} wants GPU {local}, torch sees {torch.cuda.device_count()}. "
+                            "Start as many processes as GPUs, or --device cpu.")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if world > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=12))
+    return Process(rank, world, device, getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")))
+
+
+def all_ranks(value, process: Process) -> list:
+    """`value` of each rank."""
+    parts = [value] * process.world
+    if process.world > 1:
+        dist.all_gather_object(parts, value)
+    return parts
+
+
+# ---- one optimizer step ----
+def choose_pass(draft: Drafter):
+    """The module whose `ttt_pass` trains this drafter: `fused` where it runs, else `ttt`, the slow definition."""
+    return fused if fused.runs(draft) else ttt
+
+
+def loss_weights(args) -> list[float]:
+    """Weight of each TTT step in the loss."""
+    return args.step_weights or [args.step_decay ** k for k in range(args.ttt_steps)]
+
+
+def learning_rate(step: int, total: int, peak: float, warmup: int, scheduler: str) -> float:
+    """Of step `step` (from 0) of `total`: linear warm-up, then cosine or linear to 0, or constant."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return peak * {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}[scheduler]
+
+
+class Trainer:
+    """A drafter with its gradients and AdamW's state. One `update` is one optimizer step."""
+
+    def __init__(self, draft: Drafter, args):
+        """args: ema, loss, step_weights or step_decay and ttt_steps, max_grad_norm, beta1, beta2, weight_decay."""
+        self.draft, self.args, self.step = draft, args, 0
+        master, weights = draft.master.flat, draft.shape.weights()
+        self.ttt = choose_pass(draft)
+        self.grads = Gradients(weights, draft.dtype, master.device)
+        self.first, self.second = torch.zeros_like(master), torch.zeros_like(master)
+        self.average = NamedTensors(weights, master.dtype, master.device) if args.ema else draft.master
+        self.average.flat.copy_(master)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: all of the state besides the step; random numbers depend on seed, epoch and batch
+        alone.
+        """
+        kept = {"master": self.draft.master.flat, "first": self.first, "second": self.second}
+        return kept | ({"average": self.average.flat} if self.args.ema else {})
+
+    def update(self, batches, turns: int, counts, lr: float) -> torch.Tensor:
+        """Take `turns` micro-batches from the iterator `batches` and change the weights once.
+
+        counts (K,): loss rows of the whole step, on all ranks: the loss is a mean over them, whoever computes which
+        part. Returns the pass's sums of this rank (K, 4). """
+        args, draft, grads = self.args, self.draft, self.grads
+        master = draft.master.flat
+        step_weights = [weight / max(1, n) for weight, n in zip(loss_weights(args), counts)]
+        sums = torch.zeros(len(counts), 4, dtype=master.dtype, device=master.device)
+        grads.begin(first=True, last=not turns)
+        if not turns:  # fewer micro-batches were left than ranks
+            grads.done(*self.ttt.reduce_order(draft.shape))
+        for turn in range(turns):
+            grads.begin(first=turn == 0, last=turn == turns - 1)
+            sums += self.ttt.ttt_pass(draft, next(batches), step_weights, grads, args.loss)[0]
+        grads.wait()
+        self.ttt.finish(grads, draft)
+        norm = torch.linalg.vector_norm(grads.flat, dtype=master.dtype)
+        clip = (args.max_grad_norm / (norm + 1e-6)).clamp_(max=1)  # stays on the device
+        self.step += 1
+        adamw_(master, draft.weights.flat, grads.flat, self.first, self.second, clip, lr, self.step,
+               (args.beta1, args.beta2), args.weight_decay)
+        if args.ema:
+            self.average.flat.lerp_(master, 1 - args.ema)
+        return sums
+
+
+class HostCopy:
+    """A small tensor on its way to the host; reading it waits for this copy alone, not for what was launched after
+    it.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self.event = torch.cuda.Event() if tensor.is_cuda else None
+        self.value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+        if self.event:
+            self.event.record()
+
+    def read(self) -> torch.Tensor:
+        if self.event:
+            self.event.synchronize()
+        return self.value
