@@ -11,14 +11,21 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from email.utils import formatdate
 from pathlib import Path
 
 import pytest
 
 from api_server import ApiServer, CountingProxy, Reply, chat
-from conftest import ROOT, TINY_KIMI, load_script, post, run_script
+from conftest import ROOT, TINY_KIMI, load_script, post
+from eagle3 import stage, store
+from eagle3.api import Retry, Service, read_chat, read_native, retry_after
+from eagle3.asking import Session
+from eagle3.prompts import as_messages, fingerprint, mix, plan_turns, safe_id, split_spec
+from eagle3.responses import Answer, Drop, read_jsonl
+from eagle3.stage import UserError
+from eagle3.store import Store, place_sorted
+from eagle3.tokens import STOP, THINK, TOOL, Tokens, load_tokenizer, settle_ids
 
 generate = load_script("01_generate")
 MANNERS = [json.loads(line) for line in (Path(__file__).parent / "data/api_manners.jsonl").read_text().splitlines()]
@@ -31,7 +38,7 @@ asked = lambda body: body["messages"][-1]["content"]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return generate.load_tokenizer(TINY_KIMI, False)
+    return load_tokenizer(TINY_KIMI, False)
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
@@ -44,7 +51,7 @@ def prompts(path: Path, n: int) -> Path:
 
 
 def rows_of(folder: Path) -> dict[str, dict]:
-    rows = [json.loads(line) for path in sorted(folder.glob("part-*.jsonl")) for line in path.read_text().splitlines()]
+    rows = [row for path in sorted(folder.glob("part-*.jsonl")) for row in read_jsonl(path)]
     assert len({row["id"] for row in rows}) == len(rows)
     return {row["id"]: row for row in rows}
 
@@ -56,13 +63,10 @@ def dropped_of(folder: Path) -> dict[str, str]:
 def run_here(argv: list, capsys) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of 01 in this process (its start alone costs seconds)."""
     try:
-        generate.main([str(word) for word in argv])
-        code = 0
-    except generate.UserError as error:
+        code = generate.main([str(word) for word in argv])
+    except UserError as error:
         code = 2
         print(error, file=sys.stderr)
-    except SystemExit as error:
-        code = error.code
     return code, *capsys.readouterr()
 
 
@@ -140,14 +144,14 @@ def test_connection_cut_in_the_middle_and_timeouts_are_retried(tmp_path, capsys)
     {"message": {"content": 5}, "finish_reason": "stop"}, {"message": {"content": "x"}, "finish_reason": {"type": "stop"}},
     {"message": {"content": "x", "reasoning_details": ["y"]}, "finish_reason": "stop"}, {"message": "x"}, None])
 def test_an_answer_of_unknown_form_is_asked_again(choice):
-    with pytest.raises(generate.Retry, match="bad_answer"):
-        generate.read_chat({"choices": [choice]}, "openai")
+    with pytest.raises(Retry, match="bad_answer"):
+        read_chat({"choices": [choice]}, "openai")
 
 
 def test_retry_after_in_seconds_and_as_a_date():
-    assert [generate.retry_after({"retry-after": value}) for value in ("2", "0.5", "soon")] == [2, 0.5, None]
-    assert generate.retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)}) == pytest.approx(30, abs=2)
-    assert generate.retry_after({}) is None and generate.retry_after({"retry-after-ms": "250"}) == 0.25
+    assert [retry_after({"retry-after": value}) for value in ("2", "0.5", "soon")] == [2, 0.5, None]
+    assert retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)}) == pytest.approx(30, abs=2)
+    assert retry_after({}) is None and retry_after({"retry-after-ms": "250"}) == 0.25
 
 
 def test_a_sample_that_always_fails_is_set_aside(tmp_path, capsys):
@@ -250,22 +254,22 @@ def test_a_busy_server_does_not_skip_the_template_check(tmp_path, capsys):
 
     def check(*more):
         args = generate.build_parser().parse_args(["--tokenizer", "x", "--output-dir", "x", "--backoff-s", "0.01", "--max-attempts", "3"])
-        run = generate.Run(args, None, "sglang", [], tokens, generate.Store(tmp_path, None), [])
-        run.servers = [Stub()]
-        asyncio.run(run.check_kind([{"role": "user", "content": "x"}], None))
-        return bool(run.checked)
-    tokens, busy, broken = tokens_of(TINY_KIMI), generate.Retry("http_503", blame=False), generate.Retry("http_500")
+        session = Session(args, None, Service("sglang", None, []), tokens, Store(tmp_path, None), [])
+        session.servers = [Stub()]
+        asyncio.run(session.check_kind([{"role": "user", "content": "x"}], None))
+        return bool(session.checked)
+    tokens, busy, broken = tokens_of(TINY_KIMI), Retry("http_503", blame=False), Retry("http_500")
     ids = tokens.prompt_ids([{"role": "user", "content": "x"}], None)
     good = {"choices": [{"prompt_token_ids": ids}], "usage": {"prompt_tokens": len(ids)}}
     replies = [*[busy] * 5, {"choices": []}, good]
     assert check() and not replies
     replies = [busy, {"choices": [{"prompt_token_ids": [1, *ids]}], "usage": {"prompt_tokens": len(ids) + 1}}]
-    with pytest.raises(generate.UserError, match="renders a prompt of user"):
+    with pytest.raises(UserError, match="renders a prompt of user"):
         check()
-    replies = [generate.Drop("http_400", "context too long")]  # says nothing about the template: the next prompt of this kind is compared
+    replies = [Drop("http_400", "context too long")]  # says nothing about the template: the next prompt of this kind is compared
     assert not check()
     replies = [broken] * 3
-    with pytest.raises(generate.UserError, match="--no-check-template"):
+    with pytest.raises(UserError, match="--no-check-template"):
         check()
 
 
@@ -314,28 +318,31 @@ def finished_rows(folder: Path) -> set[str]:
     return {json.loads(line)["id"] for path in folder.glob("part-*.jsonl") for line in path.read_bytes().split(b"\n")[:-1]}
 
 
-def killed_and_resumed(argv, out: Path, log: Path, proxy, kills: int, n: int, seed: int) -> list[set[str]]:
-    """Run 01, kill -9 it `kills` times when a random number of further rows is there, then let it end. What was on the disk at each kill."""
-    pick, on_disk = random.Random(seed), []
+def killed_and_resumed(argv, server, capsys, kills: int, n: int, concurrency: int) -> list[set[str]]:
+    """Run 01, kill -9 it `kills` times, then let it end. What was on the disk at each kill.
+
+    The server kills it, in place of a random one of its answers: it dies with requests in flight, however slow the machine.
+    """
+    pick, on_disk, out = random.Random(n), [], Path(argv[argv.index("--output-dir") + 1])
+    argv, log = [*argv, "--concurrency", concurrency], out.with_suffix(".log")
     for left in range(kills, 0, -1):
-        process, before = start(argv, log), len(finished_rows(out)) if out.exists() else 0
-        goal = before + pick.randint(1, max(1, 2 * (n - before) // (left + 2)))
-        while process.poll() is None and (not out.exists() or len(finished_rows(out)) < min(goal, n - 1)):
-            time.sleep(pick.uniform(0.001, 0.02))
-        assert process.poll() is None, log.read_text()[-2000:]
-        process.kill()
-        process.wait()
+        before = len(finished_rows(out)) if out.exists() else 0
+        at = pick.randint(1, max(1, 2 * (n - before) // (left + 2)))
+        process = start(argv, log)
+        server.kill_at(at if before else max(at, concurrency + 1), process)  # the first time after a row is on the disk
+        assert process.wait() == -9, log.read_text()[-2000:]
         on_disk.append(finished_rows(out))
-        proxy.session += 1
+        server.session += 1
         last = sorted(out.glob("part-*.jsonl"))[-1]
         with open(last, "ab") as file:  # and a row torn in its middle, which a kill leaves now and then
             file.write(last.read_bytes().split(b"\n")[0][:pick.randint(1, 60)])
-    assert start(argv, log).wait() == 0, log.read_text()[-2000:]
+    code, out, err = run_here(argv, capsys)
+    assert code == 0 and "\r" not in out + log.read_text(), err
     return on_disk
 
 
 @pytest.mark.parametrize("n, kills, tokens", [(48, 3, 12), pytest.param(2000, 10, 48, marks=pytest.mark.slow)])
-def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, engine, tmp_path):
+def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, engine, tmp_path, capsys):
     """Promised: an answer on the disk is never asked for again; a kill costs at most --concurrency requests, those in flight or not yet
     on the disk; the folder ends in the same bytes."""
     server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
@@ -343,13 +350,14 @@ def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, e
     questions += [{"id": f"extra{i}", "prompt": f"What is item {i} of the list?"} for i in range(n - len(questions))]
     file, concurrency = write_jsonl(tmp_path / "p.jsonl", questions), 16
     with CountingProxy(server.url) as proxy:
-        common = ["--prompts", file, "--base-url", proxy.url, "--tokenizer", TINY_KIMI, "--concurrency", concurrency, "--max-tokens", tokens, "--temperature", 0,
+        common = ["--prompts", file, "--base-url", proxy.url, "--tokenizer", TINY_KIMI, "--max-tokens", tokens, "--temperature", 0,
                   "--no-dedup"]  # a few questions differ only in case
-        assert start([*common, "--output-dir", tmp_path / "whole"], tmp_path / "whole.log").wait() == 0, (tmp_path / "whole.log").read_text()[-2000:]
+        code, _, err = run_here([*common, "--concurrency", concurrency, "--output-dir", tmp_path / "whole"], capsys)
+        assert code == 0, err
         assert len(proxy.asked) == n
         proxy.asked.clear()
         began = time.monotonic()
-        on_disk = killed_and_resumed([*common, "--output-dir", tmp_path / "killed"], tmp_path / "killed", tmp_path / "log", proxy, kills, n, seed=n)
+        on_disk = killed_and_resumed([*common, "--output-dir", tmp_path / "killed"], proxy, capsys, kills, n, concurrency)
     whole, killed = files_of(tmp_path / "whole"), files_of(tmp_path / "killed")
     assert whole.keys() == killed.keys() and rows_of(tmp_path / "whole").keys() == rows_of(tmp_path / "killed").keys()
     different = [i for i, row in rows_of(tmp_path / "whole").items() if row != rows_of(tmp_path / "killed")[i]] if n < 100 else []
@@ -359,16 +367,14 @@ def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, e
         assert session == 0 or ids[prompt_ids] not in on_disk[session - 1]
     again = len(proxy.asked) - n
     assert 0 <= again <= kills * concurrency
-    assert b"\r" not in (tmp_path / "log").read_bytes()
     print(f"{n} prompts, {kills} kills -9: equal bytes; {again} requests in flight at a kill were asked again; {time.monotonic() - began:.0f} s")
 
 
-def test_kill_loses_only_what_was_in_flight_at_an_api(tmp_path):
+def test_kill_loses_only_what_was_in_flight_at_an_api(tmp_path, capsys):
     """The same count where requests cost money and answers come at once: the rows' fsync, not the network, is the bottleneck."""
     with ApiServer(fine) as api:
-        proxy = Namespace(session=0)
-        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 600), tmp_path / "out", "--concurrency", 8)
-        killed_and_resumed(argv, tmp_path / "out", tmp_path / "log", proxy, kills=2, n=600, seed=1)
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 600), tmp_path / "out")
+        killed_and_resumed(argv, api, capsys, kills=2, n=600, concurrency=8)
     assert len(rows_of(tmp_path / "out")) == 600 and sum(api.asked.values()) <= 600 + 2 * 8
 
 
@@ -389,7 +395,7 @@ def test_a_torn_line_is_cut_off_and_other_damage_is_named(tmp_path, capsys):
 
 def test_killed_while_sorting(tmp_path, capsys, monkeypatch):
     """finish() dies before and in the middle of putting the sorted copy in place; the next run ends in the same bytes."""
-    monkeypatch.setattr(generate, "ROWS_PER_PART", 4)
+    monkeypatch.setattr(store, "ROWS_PER_PART", 4)
     with ApiServer(fine) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 10), tmp_path / "out")
         assert run_here(argv, capsys)[0] == 0
@@ -418,7 +424,7 @@ def test_killed_while_sorting(tmp_path, capsys, monkeypatch):
 
 def test_sorting_leaves_no_part_behind_that_is_not_needed(tmp_path, monkeypatch):
     """A part may hold fewer rows than it could (a damaged line deleted by hand, a full disk): the sorted copy can need fewer parts."""
-    monkeypatch.setattr(generate, "ROWS_PER_PART", 4)
+    monkeypatch.setattr(store, "ROWS_PER_PART", 4)
     row = lambda i: json.dumps({"id": f"p{i}-t0", "source": "p", "finish_reason": "stop", "prompt_ids": [1], "response_ids": [2],
                                 "ids_source": "server", "flags": []}) + "\n"
     for dies in (False, True):
@@ -428,9 +434,9 @@ def test_sorting_leaves_no_part_behind_that_is_not_needed(tmp_path, monkeypatch)
         (folder / "part-00001.jsonl").write_text(row(0))
         if dies:  # before the copy is put in place
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(generate, "place_sorted", lambda folder: (_ for _ in ()).throw(KeyboardInterrupt))
+                patch.setattr(store, "place_sorted", lambda folder: (_ for _ in ()).throw(KeyboardInterrupt))
                 generate.finish(folder, {}, {}, {})
-            generate.place_sorted(folder)
+            place_sorted(folder)
         generate.finish(folder, {}, {}, {})
         assert {path.name for path in folder.glob("part-*")} == {"part-00000.jsonl"}
         assert (folder / "part-00000.jsonl").read_text() == "".join(map(row, range(4)))
@@ -448,18 +454,20 @@ def test_disk_full_while_sorting_is_one_line(tmp_path, capsys, monkeypatch):
         assert run_here(argv, capsys)[0] == 0 and set(api.asked.values()) == {1}
 
 
-def test_second_process_on_one_folder_refuses(tmp_path):
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3), delay=0.5)) as api:
+def test_second_process_on_one_folder_refuses(tmp_path, capsys):
+    refused = threading.Event()
+    with ApiServer(lambda body, nth: refused.wait() and FINE) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 24), tmp_path / "out")
         first = start(argv, tmp_path / "log")
         while not api.requests:
             time.sleep(0.05)
-        second = run_script("01_generate", *argv)
-        assert second.returncode == 2 and "another process is writing there" in second.stderr and len(second.stderr.splitlines()) == 1
+        code, _, err = run_here(argv, capsys)
+        refused.set()
+        assert code == 2 and "another process is writing there" in err and len(err.splitlines()) == 1
         assert first.wait() == 0 and max(api.asked.values()) == 1
 
 
-def test_full_disk_ends_in_one_line_and_resumes(tmp_path):
+def test_full_disk_ends_in_one_line_and_resumes(tmp_path, capsys):
     """The files may not grow beyond 4,000 bytes in the first run: the write fails as on a full disk."""
     with ApiServer(fine) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 40), tmp_path / "out")
@@ -467,7 +475,7 @@ def test_full_disk_ends_in_one_line_and_resumes(tmp_path):
         assert limited.wait() == 1 and "cannot write" in (tmp_path / "log").read_text().splitlines()[-1]
         n = len(finished_rows(tmp_path / "out"))
         assert 0 < n < 40
-        assert start(argv, tmp_path / "log").wait() == 0 and len(rows_of(tmp_path / "out")) == 40
+        assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 40
     assert sum(api.asked.values()) <= 40 + 2 * 4
 
 
@@ -492,6 +500,26 @@ def test_limit_grows_and_a_changed_wish_is_refused(tmp_path, capsys):
         write_jsonl(tmp_path / "p.jsonl", [{"id": "x", "prompt": "other"}])
         code, _, err = run_here(argv, capsys)
         assert code == 2 and "inputs" in err
+
+
+def test_a_folder_of_the_version_before_goes_on(tmp_path, capsys):
+    """tests/data/old_folders: half a run and the whole one, written by the one-file script that the rooms were made from."""
+    old = Path(__file__).parent / "data/old_folders"
+    said = {row["messages"][-1]["content"]: row for row in rows_of(old / "responses").values()}
+
+    def answer(body, nth):
+        row = said[asked(body)]
+        return Reply(chat(row["content"], **row["usage"]))
+    for name in ("responses", "responses_half"):
+        shutil.copytree(old / name, tmp_path / name)
+        with ApiServer(answer) as api:
+            code, out, err = run_here(flags(api.url, old / "prompts.jsonl", tmp_path / name), capsys)
+        assert code == 0, err
+        assert ("complete already" in out) == (name == "responses") and len(api.requests) == (0 if name == "responses" else 3)
+        now, then = files_of(tmp_path / name), files_of(old / "responses")
+        assert {key: now[key] for key in then if key != "manifest.json"} == {key: then[key] for key in then if key != "manifest.json"}
+        now, then = (json.loads(files["manifest.json"]) for files in (now, then))
+        assert now | {"versions": None} == then | {"versions": None}
 
 
 @pytest.mark.parametrize("wrong", [["--stop-token", "<|e|>"], ["--think-tokens", "<a>", "<b>"], ["--model", "other"]])
@@ -560,17 +588,19 @@ def test_a_model_that_costs_nothing_is_not_asked_one_by_one(tmp_path, capsys):
     assert code == 0 and times[-1] - times[0] < 1  # the first alone, then 8 at once
 
 
-def test_budget_counts_what_was_in_flight_at_a_kill(tmp_path):
-    with ApiServer(lambda body, nth: Reply(chat("fine", prompt_tokens=10, completion_tokens=20), delay=0 if len(api.requests) <= 4 else 3)) as api:
+def test_budget_counts_what_was_in_flight_at_a_kill(tmp_path, capsys):
+    delay = lambda: 3 if 4 < len(api.requests) <= 8 else 0
+    with ApiServer(lambda body, nth: Reply(chat("fine", prompt_tokens=10, completion_tokens=20), delay=delay())) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 40), tmp_path / "out", "--max-tokens", 100, "--on-mismatch", "keep", "--max-tokens-total", 700)
         first = start(argv, tmp_path / "log")
         while len(api.requests) < 8:
             time.sleep(0.02)
         first.kill(), first.wait()
-        assert start(argv, tmp_path / "log").wait() == 0
+        code, out, _ = run_here(argv, capsys)
+        assert code == 0
         # at the kill: 4 answers of 30 tokens written, 4 requests in flight, each up to 100 + its prompt of some 20
         assert 700 - 4 * 130 - 4 * 30 <= 700 - 30 * len(rows_of(tmp_path / "out")) and len(api.requests) <= 8 + 2
-        assert "tokens of failed requests" in (tmp_path / "log").read_text()
+        assert "tokens of failed requests" in out
 
 
 def test_failed_requests_that_may_have_cost_count(tmp_path, capsys):
@@ -649,9 +679,8 @@ def slow_tokenizer(tmp_path_factory) -> Path:
     return folder
 
 
-def tokens_of(folder: Path, thinking=True, trust=True) -> "generate.Tokens":
-    args = generate.build_parser().parse_args(["--tokenizer", str(folder), "--output-dir", "x"])
-    return generate.Tokens(generate.load_tokenizer(folder, trust), args.stop_token, args.think_tokens, args.tool_tokens, thinking)
+def tokens_of(folder: Path, thinking=True, trust=True) -> Tokens:
+    return Tokens(load_tokenizer(folder, trust), STOP, THINK, TOOL, thinking)
 
 
 def test_slow_tokenizer_without_offsets(slow_tokenizer, tmp_path, capsys):
@@ -691,14 +720,14 @@ def test_two_newline_ids_that_encode_to_one_are_caught(name, request):
     assert len(two) == 1 and two != [newline]
     prompt, emitted = tokens.prompt_ids([{"role": "user", "content": "x"}], None), [newline, newline, tokens.stop]
     body = {"output_ids": emitted, "meta_info": {"finish_reason": {"type": "stop", "matched": tokens.stop}, "prompt_tokens": len(prompt)}}
-    answer = generate.read_native(body, prompt, tokens)
-    ids, source = generate.settle_ids(answer, prompt, tokens, 0, "rule")
+    answer = read_native(body, prompt, tokens)
+    ids, source = settle_ids(answer, prompt, tokens, 0, "rule")
     assert (ids, source, answer.content, answer.flags) == (emitted, "server", "\n\n", ["rebuild_differs"])
-    answer = generate.read_chat(chat("\n\n", prompt_tokens=len(prompt), completion_tokens=3), "openai")
-    ids, source = generate.settle_ids(answer, prompt, tokens, 0, "rule")
+    answer = read_chat(chat("\n\n", prompt_tokens=len(prompt), completion_tokens=3), "openai")
+    ids, source = settle_ids(answer, prompt, tokens, 0, "rule")
     assert (ids, source) == ([*two, tokens.stop], "rebuilt") and answer.flags == ["ids_mismatch"]
-    with pytest.raises(generate.Drop, match="ids_missing"):
-        generate.settle_ids(generate.read_chat(chat("\n\n", completion_tokens=3), "openai"), prompt, tokens, 0, "drop")
+    with pytest.raises(Drop, match="ids_missing"):
+        settle_ids(read_chat(chat("\n\n", completion_tokens=3), "openai"), prompt, tokens, 0, "drop")
 
 
 @pytest.mark.parametrize("said, rule", [(4, []), (3, ["stop_not_counted"]), (8, ["ids_mismatch"]), (9, "ids_missing"), (2, ["ids_mismatch"]), (None, ["ids_not_compared"])])
@@ -707,12 +736,12 @@ def test_the_rule_for_ids_that_differ_from_usage(said, rule):
     tokens = tokens_of(TINY_KIMI)
     prompt = tokens.prompt_ids([{"role": "user", "content": "x"}], None)
     text = next(text for text in ("ab", "qz", "a!", "x\n") if len(tokens.encode(text)) == 2)
-    answer = generate.read_chat(chat(text, prompt_tokens=len(prompt), completion_tokens=said), "openai")
+    answer = read_chat(chat(text, prompt_tokens=len(prompt), completion_tokens=said), "openai")
     if isinstance(rule, str):
-        with pytest.raises(generate.Drop, match=rule):
-            generate.settle_ids(answer, prompt, tokens, 0, "rule")
+        with pytest.raises(Drop, match=rule):
+            settle_ids(answer, prompt, tokens, 0, "rule")
     else:
-        assert len(generate.settle_ids(answer, prompt, tokens, 0, "rule")[0]) == 4 and answer.flags == rule
+        assert len(settle_ids(answer, prompt, tokens, 0, "rule")[0]) == 4 and answer.flags == rule
 
 
 def test_answers_that_stand_in_the_prompt_rows_keep_their_reasoning(tmp_path, capsys, tokenizer):
@@ -751,15 +780,15 @@ def test_tool_calls_read_from_ids_and_rebuilt_are_the_same():
     prompt = tokens.prompt_ids([{"role": "user", "content": "x"}], None)
     calls = [{"id": f"functions.{name}:{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
              for i, (name, arguments) in enumerate([("add", '{"a": 1}'), ("get-weather", '{"city": "Köln"}')])]
-    answer = generate.Answer("I call.", "think", calls, "tool_calls", None)
-    ids = tokens.answer_ids(answer, prompt, 0)
+    answer = Answer("I call.", "think", calls, "tool_calls", None)
+    ids = tokens.rebuilt_ids(answer, prompt, 0)
     assert tokens.read(prompt, ids) == ("think", "I call.", calls, [])
     assert tokens.read(prompt, ids[:-2])[3] == ["tool_calls_malformed"] and tokens.read(prompt, ids[:-8])[2] == calls[:1]
     half = {**calls[1], "function": {"name": "get-weather", "arguments": '{"ci'}}
-    cut = generate.Answer("I call.", "think", [calls[0], half], "length", None)
-    assert tokens.decode(tokens.answer_ids(cut, prompt, 0)).endswith('<|tool_call_argument_begin|>{"ci')  # it did not emit the call's end
-    made_up = generate.Answer("", None, [{"id": "call_8f3", "type": "function", "function": {"name": "add", "arguments": "{}"}}], "tool_calls", None)
-    assert "functions.add:5" in tokens.decode(tokens.answer_ids(made_up, prompt, 5)) and made_up.flags == ["tool_id_rebuilt"]
+    cut = Answer("I call.", "think", [calls[0], half], "length", None)
+    assert tokens.decode(tokens.rebuilt_ids(cut, prompt, 0)).endswith('<|tool_call_argument_begin|>{"ci')  # it did not emit the call's end
+    made_up = Answer("", None, [{"id": "call_8f3", "type": "function", "function": {"name": "add", "arguments": "{}"}}], "tool_calls", None)
+    assert "functions.add:5" in tokens.decode(tokens.rebuilt_ids(made_up, prompt, 5)) and made_up.flags == ["tool_id_rebuilt"]
 
 
 def test_calls_of_the_engine_stay_as_emitted():
@@ -768,15 +797,15 @@ def test_calls_of_the_engine_stay_as_emitted():
     prompt, mark = tokens.prompt_ids([{"role": "user", "content": "x"}], None), tokens.tool
     call = [mark["call_begin"], *tokens.encode("add:0"), mark["argument_begin"], *tokens.encode("{}"), mark["call_end"]]
     ids = [tokens.end_think, mark["section_begin"], *call, mark["section_end"], tokens.stop]
-    answer = generate.read_native({"output_ids": ids, "meta_info": {"finish_reason": {"type": "stop"}}}, prompt, tokens)
-    assert generate.settle_ids(answer, prompt, tokens, 3, "rule") == (ids, "server")
+    answer = read_native({"output_ids": ids, "meta_info": {"finish_reason": {"type": "stop"}}}, prompt, tokens)
+    assert settle_ids(answer, prompt, tokens, 3, "rule") == (ids, "server")
     assert answer.tool_calls[0]["id"] == "add:0" and answer.flags == ["rebuild_differs"]
 
 
 def test_a_summary_is_no_reasoning_wherever_it_stands():
     for kind, reason in (("reasoning.summary", "reasoning_summary"), ("reasoning.encrypted", "reasoning_encrypted")):
-        with pytest.raises(generate.Drop, match=reason):
-            generate.read_chat(chat("4", completion_tokens=5, reasoning="in short: 4", reasoning_details=[{"type": kind}]), "openrouter")
+        with pytest.raises(Drop, match=reason):
+            read_chat(chat("4", completion_tokens=5, reasoning="in short: 4", reasoning_details=[{"type": kind}]), "openrouter")
 
 
 # ---- prompts
@@ -784,7 +813,7 @@ def test_a_summary_is_no_reasoning_wherever_it_stands():
 def test_turns_of_a_conversation():
     u, a, t = ({"role": role, "content": role} for role in ("user", "assistant", "tool"))
     call = {"role": "assistant", "tool_calls": [{}]}
-    plan = generate.plan_turns
+    plan = plan_turns
     assert plan([u]) == [([u], None)]
     assert plan([u, a, u]) == [([u], a), ([u], None)]
     assert plan([u, a]) == [([u], a)]
@@ -803,7 +832,7 @@ def test_multi_turn_asks_in_order_with_what_the_target_said(tmp_path, capsys, to
                                           finish="length" if asked(body) == "cut me" else "stop"))
     with ApiServer(answer) as api:
         assert run_here(flags(api.url, file, tmp_path / "out", "--on-mismatch", "keep"), capsys)[0] == 0
-    rows, name = rows_of(tmp_path / "out"), generate.safe_id("talk/1")
+    rows, name = rows_of(tmp_path / "out"), safe_id("talk/1")
     assert name.startswith("talk_1-") and set(rows) == {f"{name}-t0", f"{name}-t1", "cut-t0"}
     assert [m["content"] for m in rows[f"{name}-t1"]["messages"]] == ["Be brief.", "one", "new one", "two"]
     assert dropped_of(tmp_path / "out") == {"cut-t1": "after_cut_turn"} and api.asked["three"] == 0
@@ -824,14 +853,14 @@ def test_no_turn_follows_a_call_whose_result_is_not_known(tmp_path, capsys):
 @pytest.mark.parametrize("options, says", [("prompt=q", "mapped"), ("", "usual"), ("messages=talk", "talked")])
 def test_a_mapped_column_wins(options, says):
     row = {"q": "mapped", "messages": [{"role": "user", "content": "usual"}], "talk": [{"role": "user", "content": "talked"}]}
-    options = generate.split_spec(f"x.jsonl,{options}")[1] if options else {}
-    assert generate.as_messages(row, options, None)[0] == [{"role": "user", "content": says}]
+    options = split_spec(f"x.jsonl,{options}")[1] if options else {}
+    assert as_messages(row, options, None)[0] == [{"role": "user", "content": says}]
 
 
 @pytest.mark.parametrize("weight", ["abc", "0", "-1", "nan", "inf", ""])
 def test_a_weight_is_a_number(weight):
-    with pytest.raises(generate.UserError, match="weight"):
-        generate.split_spec(f"x.jsonl,weight={weight}")
+    with pytest.raises(UserError, match="weight"):
+        split_spec(f"x.jsonl,weight={weight}")
 
 
 def test_the_log_counts_prompts_that_will_be_asked(tmp_path, capsys):
@@ -848,18 +877,18 @@ def test_the_log_counts_prompts_that_will_be_asked(tmp_path, capsys):
 
 def test_the_same_words_with_other_tools_are_another_prompt():
     tools = [[{"type": "function", "function": {"name": name}}] for name in "ab"]
-    key = lambda text, given: generate.fingerprint([{"role": "user", "content": text}], given)
+    key = lambda text, given: fingerprint([{"role": "user", "content": text}], given)
     keys = [key("x", tools[0]), key("X ", tools[0]), key("x", tools[1]), key("x", None)]
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 def test_mix_holds_its_weights_in_every_prefix():
-    order = list(generate.mix([100, 1000], [3.0, 1.0], seed=0, shuffle=True))
-    assert order == list(generate.mix([100, 1000], [3.0, 1.0], seed=0, shuffle=True)) != list(generate.mix([100, 1000], [3.0, 1.0], seed=1, shuffle=True))
+    order = list(mix([100, 1000], [3.0, 1.0], seed=0, shuffle=True))
+    assert order == list(mix([100, 1000], [3.0, 1.0], seed=0, shuffle=True)) != list(mix([100, 1000], [3.0, 1.0], seed=1, shuffle=True))
     for n in (4, 40, 101):
         assert abs(sum(source == 0 for source, _ in order[:n]) - 0.75 * n) <= 1
     assert len(set(order)) == len(order) and len(order) in range(130, 136)  # ends with the first exhausted source
-    assert sorted(generate.mix([3, 5], [None, None], 0, False)) == [(0, i) for i in range(3)] + [(1, i) for i in range(5)]
+    assert sorted(mix([3, 5], [None, None], 0, False)) == [(0, i) for i in range(3)] + [(1, i) for i in range(5)]
 
 
 def test_datasets_columns_weights_and_duplicates(tmp_path, capsys):
@@ -924,28 +953,29 @@ def test_prompts_that_cannot_be_asked_are_dropped(row, reason, tmp_path, capsys)
 
 def test_ids_are_safe_file_names():
     for prompt_id in ("a", "a b", "../x", "x" * 300, "ü", ""):
-        assert re.fullmatch(r"[A-Za-z0-9._-]{1,120}", f"{generate.safe_id(prompt_id)}-t1000")
-    assert generate.safe_id("a b") != generate.safe_id("a/b") and generate.safe_id("q-1.x_2") == "q-1.x_2"
+        assert re.fullmatch(r"[A-Za-z0-9._-]{1,120}", f"{safe_id(prompt_id)}-t1000")
+    assert safe_id("a b") != safe_id("a/b") and safe_id("q-1.x_2") == "q-1.x_2"
 
 
 # ---- the real engine
 
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+ADDER = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 
 
 @pytest.mark.parametrize("thinking", ["on", "off"])
-def test_rows_hold_what_the_engine_read_and_emitted(thinking, engine, tmp_path, tokenizer):
+def test_rows_hold_what_the_engine_read_and_emitted(thinking, engine, tmp_path, tokenizer, capsys, monkeypatch):
     """One row a turn; prompt ids == template; response ids == what /generate emits for them; equal to the rebuilt ids or flagged."""
     server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]}
     file = write_jsonl(tmp_path / "p.jsonl", [{"id": f"q{i}", "prompt": f"What does list item {i} hold?"} for i in range(10)] + [
         {"id": "turns", "messages": [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "old"}, {"role": "user", "content": "And a dict?"}]},
-        {"id": "tools", "tools": [TOOL], "messages": [{"role": "user", "content": "add 1"}, call, {"role": "tool", "tool_call_id": "functions.add:0", "content": "1"}]}])
-    done = run_script("01_generate", "--prompts", file, "--base-url", server.url, "--tokenizer", TINY_KIMI, "--output-dir", tmp_path / "out", "--max-tokens", 24,
-                      "--temperature", 0, "--thinking", thinking, "--concurrency", 8, "--log-interval", 0.5)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert "\r" not in done.stdout + done.stderr and lines[-1].endswith(f"done: {tmp_path / 'out'}") and all(" generate " in line for line in lines)
+        {"id": "tools", "tools": [ADDER], "messages": [{"role": "user", "content": "add 1"}, call, {"role": "tool", "tool_call_id": "functions.add:0", "content": "1"}]}])
+    monkeypatch.setattr(stage, "PROGRAM", "01_generate")  # as when it is the process
+    code, out, err = run_here(["--prompts", file, "--base-url", server.url, "--tokenizer", TINY_KIMI, "--output-dir", tmp_path / "out",
+                               "--max-tokens", 24, "--temperature", 0, "--thinking", thinking, "--concurrency", 8, "--log-interval", 0.5], capsys)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert "\r" not in out + err and lines[-1].endswith(f"done: {tmp_path / 'out'}") and all(" generate " in line for line in lines)
     for what in ("user", "user+assistant+tool with tools"):  # the server's own chat route reads them so
         assert any(f"reads a prompt of {what} as the same" in line for line in lines), lines
     assert any("ids rebuilt from text would equal" in line for line in lines)
@@ -955,17 +985,17 @@ def test_rows_hold_what_the_engine_read_and_emitted(thinking, engine, tmp_path, 
     equal = 0
     for row in rows.values():
         assert list(row) == artifacts["row"] and row["ids_source"] == "server"
-        tools = [{**TOOL, "defer_loading": None}] if row["id"].startswith("tools") else None  # as SGLang 0.5.23 renders a tool
+        tools = [{**ADDER, "defer_loading": None}] if row["id"].startswith("tools") else None  # as SGLang 0.5.23 renders a tool
         assert row["prompt_ids"] == tokenizer.apply_chat_template(row["messages"], tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False,
                                                                   thinking=thinking == "on")
         assert tokenizer.decode(row["prompt_ids"]).endswith("<think>" if thinking == "on" else "<think></think>")
         engine_says = post(f"{server.url}/generate", {"input_ids": row["prompt_ids"], "sampling_params": {"max_new_tokens": 24, "temperature": 0}})
         assert row["response_ids"] == engine_says["output_ids"]
         assert (row["response_ids"][-1] == tokens.stop) == (row["finish_reason"] != "length")
-        again = generate.Answer(row["content"], row["reasoning"], row["tool_calls"], row["finish_reason"], None)
+        again = Answer(row["content"], row["reasoning"], row["tool_calls"], row["finish_reason"], None)
         try:
-            same = tokens.answer_ids(again, row["prompt_ids"], 0) == row["response_ids"]
-        except generate.Drop:
+            same = tokens.rebuilt_ids(again, row["prompt_ids"], 0) == row["response_ids"]
+        except Drop:
             same = False
         assert same != ("rebuild_differs" in row["flags"])
         equal += same
@@ -976,25 +1006,24 @@ def test_rows_hold_what_the_engine_read_and_emitted(thinking, engine, tmp_path, 
     print(f"thinking {thinking}: {equal} of {len(rows)} rows would be rebuilt from text to the engine's ids, the others are flagged")
 
 
-def test_the_text_route_of_the_same_engine(engine, tmp_path, tokenizer):
+def test_the_text_route_of_the_same_engine(engine, tmp_path, tokenizer, capsys):
     """/v1/chat/completions of the real SGLang, text only: rebuilt ids equal the engine's, or are flagged, or the row is dropped."""
     server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
     file = prompts(tmp_path / "p.jsonl", 12)
     common = ["--prompts", file, "--tokenizer", TINY_KIMI, "--max-tokens", 24, "--temperature", 0, "--concurrency", 8, "--base-url", server.url]
     for name, more in (("ids", []), ("text", ["--api", "openai", "--model", "tiny", "--on-mismatch", "keep"])):
-        done = run_script("01_generate", *common, "--output-dir", tmp_path / name, *more)
-        assert done.returncode == 0, done.stderr
+        code, _, err = run_here([*common, "--output-dir", tmp_path / name, *more], capsys)
+        assert code == 0, err
     ids, text = rows_of(tmp_path / "ids"), rows_of(tmp_path / "text")
     assert {row["ids_source"] for row in text.values()} == {"rebuilt"} and set(text) == set(ids)
     for row_id, row in text.items():
         assert row["prompt_ids"] == ids[row_id]["prompt_ids"] and "prompt_tokens_differ" not in row["flags"]
         assert row["response_ids"] == ids[row_id]["response_ids"] or row["flags"] or "rebuild_differs" in ids[row_id]["flags"]
         assert ("ids_mismatch" in row["flags"]) <= ("rebuild_differs" in ids[row_id]["flags"])
-    done = run_script("01_generate", *common, "--output-dir", tmp_path / "text")  # ids of two kinds in one folder
-    assert done.returncode == 2
+    assert run_here([*common, "--output-dir", tmp_path / "text"], capsys)[0] == 2  # ids of two kinds in one folder
 
 
-def test_another_template_than_the_server_s_is_refused(engine, tmp_path):
+def test_another_template_than_the_server_s_is_refused(engine, tmp_path, capsys):
     server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
     other = tmp_path / "other"
     shutil.copytree(TINY_KIMI, other, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -1002,6 +1031,6 @@ def test_another_template_than_the_server_s_is_refused(engine, tmp_path):
     assert "<|im_assistant|>assistant<|im_middle|><think>" in template
     (other / "chat_template.jinja").write_text(template.replace("<|im_assistant|>assistant<|im_middle|><think>", "<|im_assistant|>robot<|im_middle|><think>"))
     argv = ["--prompts", prompts(tmp_path / "p.jsonl", 2), "--base-url", server.url, "--tokenizer", other, "--output-dir", tmp_path / "out", "--max-tokens", 4]
-    done = run_script("01_generate", *argv)
-    assert done.returncode == 2 and "renders a prompt of user" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert run_script("01_generate", *argv, "--no-check-template").returncode == 0
+    code, _, err = run_here(argv, capsys)
+    assert code == 2 and "renders a prompt of user" in err and len(err.splitlines()) == 1
+    assert run_here([*argv, "--no-check-template"], capsys)[0] == 0

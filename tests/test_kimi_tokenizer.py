@@ -9,6 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from conftest import ROOT, load_script
+from eagle3.responses import Answer
+from eagle3.stage import UserError
+from eagle3.tokens import STOP, THINK as THINK_NAMES, TOOL, Tokens, load_tokenizer, tokenizer_hash
 from test_vocab import responses
 
 generate, vocab, benchmark = (load_script(name) for name in ("01_generate", "02_build_vocab", "05_benchmark"))
@@ -34,9 +37,8 @@ def tokenizer(folder):
 @pytest.fixture(scope="module")
 def tokens(folder):
     """{thinking: 01's reader of this tokenizer}, loaded and set up as 01 does it."""
-    args = generate.build_parser().parse_args(["--tokenizer", str(folder), "--output-dir", "x"])
-    loaded = generate.load_tokenizer(folder, True)
-    return {mode: generate.Tokens(loaded, args.stop_token, args.think_tokens, args.tool_tokens, mode) for mode in (True, False)}
+    loaded = load_tokenizer(folder, True)
+    return {mode: Tokens(loaded, STOP, THINK_NAMES, TOOL, mode) for mode in (True, False)}
 
 
 def test_it_is_of_kimis_kind(tokenizer):
@@ -84,8 +86,8 @@ def test_answers_come_apart_and_together_again(tokens, thinking):
     prompt = reader.prompt_ids([{"role": "user", "content": "1+1"}], TOOLS)
     assert prompt[:1] == [SYSTEM]  # tools are declared first
     for content, calls, finish in (("2", [], "stop"), ("", [TOOL_CALL], "tool_calls"), ("cut o", [], "length"), ("\n 2 \n", [TOOL_CALL], "tool_calls")):
-        answer = generate.Answer(content, "so:\n\n1+1 " if thinking else None, json.loads(json.dumps(calls)), finish, None)
-        ids = reader.answer_ids(answer, prompt, 0)
+        answer = Answer(content, "so:\n\n1+1 " if thinking else None, json.loads(json.dumps(calls)), finish, None)
+        ids = reader.rebuilt_ids(answer, prompt, 0)
         assert (ids[-1] == IM_END) == (finish != "length") and (END_THINK in ids) == thinking
         if calls:
             section = ids[ids.index(SECTION):]
@@ -122,7 +124,7 @@ def test_01_writes_given_conversations_with_it(folder, tmp_path, capsys, mode):
 def test_02_counts_over_the_whole_vocabulary(folder, tmp_path):
     rng = random.Random(0)
     answers = [[rng.randrange(VT) for _ in range(200)] + [IM_END] for _ in range(40)]
-    data = responses(tmp_path / "responses", answers, inputs={"tokenizer": vocab.tokenizer_hash(folder)})
+    data = responses(tmp_path / "responses", answers, inputs={"tokenizer": tokenizer_hash(folder)})
     flags = ["--data-dir", str(data), "--tokenizer", str(folder), "--trust-remote-code", "--target-vocab-size", str(VT), "--workers", "1",
              "--draft-vocab-size", "32000", "--output-dir"]
     vocab.main([*flags, str(tmp_path / "map")])
@@ -131,7 +133,7 @@ def test_02_counts_over_the_whole_vocabulary(folder, tmp_path):
     assert t2d[[THINK, END_THINK, SECTION, END_SECTION, CALL, ARGUMENT, END_CALL, IM_END]].all()  # the special ones that a target emits
     assert t2d[[token for answer in answers for token in answer]].all()  # 8,000 of 32,000: all of them fit
     answers[3][5] = VT
-    broken = responses(tmp_path / "broken", answers, inputs={"tokenizer": vocab.tokenizer_hash(folder)})
+    broken = responses(tmp_path / "broken", answers, inputs={"tokenizer": tokenizer_hash(folder)})
     flags[1] = str(broken)
-    with pytest.raises(vocab.UserError, match="token id 163840 is outside"):
+    with pytest.raises(UserError, match="token id 163840 is outside"):
         vocab.main([*flags, str(tmp_path / "map2")])

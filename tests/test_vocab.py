@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from conftest import TINY_KIMI, load_script, run_script
+from eagle3.stage import UserError
+from eagle3.tokens import STOP, THINK, TOOL, tokenizer_hash
 
 vocab = load_script("02_build_vocab")
 SIZE = json.loads((TINY_KIMI / "config.json").read_text())["text_config"]["vocab_size"]
@@ -28,7 +30,7 @@ def responses(folder: Path, answers: list[list[int]], prompts: list[list[int]] |
                        "prompt_ids": prompts[i] if prompts else [1, 2], "response_ids": answers[i], "ids_source": "server", "flags": ['"response_ids":[8]']}
                 file.write(json.dumps(row, separators=spacing) + "\n")
         files[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    manifest = {"schema": 1, "stage": "01_generate", "inputs": {"tokenizer": vocab.tokenizer_hash(TINY_KIMI)}, "counts": {"kept": len(answers), "dropped": {}}, "files": files}
+    manifest = {"schema": 1, "stage": "01_generate", "inputs": {"tokenizer": tokenizer_hash(TINY_KIMI)}, "counts": {"kept": len(answers), "dropped": {}}, "files": files}
     (folder / "manifest.json").write_text(json.dumps({**manifest, **more}))
     return folder
 
@@ -37,7 +39,7 @@ def build(capsys, data: Path, out: Path, *more) -> tuple[int, str, str]:
     try:
         vocab.main([str(word) for word in ("--data-dir", data, "--tokenizer", TINY_KIMI, "--output-dir", out, "--workers", 1, *more)])
         code, err = 0, ""
-    except vocab.UserError as error:
+    except UserError as error:
         code, err = 2, str(error)
     text = capsys.readouterr()
     return code, text.out, err
@@ -51,7 +53,7 @@ def maps(out: Path) -> tuple[np.ndarray, np.ndarray, dict]:
 
 
 def specials() -> set[int]:
-    return set(vocab.special_ids(TINY_KIMI, False, vocab.SPECIAL).values())
+    return set(vocab.special_ids(TINY_KIMI, False, [STOP, *THINK, *TOOL]).values())
 
 
 @pytest.mark.parametrize("spacing, rows_per_part", [((",", ":"), 1000), ((", ", ": "), 1000), ((",", ":"), 7)])
@@ -179,7 +181,7 @@ def test_a_broken_config_of_the_target_is_one_line(config, tmp_path, capsys):
     target.mkdir()
     (target / "tokenizer.json").write_text("{}")
     (target / "config.json").write_text(config)
-    data = responses(tmp_path / "responses", [[5]], inputs={"tokenizer": vocab.tokenizer_hash(target)})
+    data = responses(tmp_path / "responses", [[5]], inputs={"tokenizer": tokenizer_hash(target)})
     code, _, err = build(capsys, data, tmp_path / "out", "--tokenizer", target)
     assert code == 2 and "config.json" in err and "--target-vocab-size" in err
 
@@ -203,7 +205,7 @@ def test_counts_of_finished_files_are_not_kept(tmp_path, capsys):
         tracemalloc.stop()
 
 
-def test_as_a_process_twice_and_with_another_size(tmp_path):
+def test_as_a_process_twice_and_with_another_size(tmp_path, capsys):
     """Complete already; another size in the same folder refuses; two workers give the bytes of one; no carriage return."""
     data = responses(tmp_path / "responses", [[i % 300, i % 7] for i in range(40)], rows_per_part=15)
     argv = ["--data-dir", data, "--tokenizer", TINY_KIMI, "--output-dir", tmp_path / "out", "--draft-vocab-size", 64]
@@ -211,10 +213,10 @@ def test_as_a_process_twice_and_with_another_size(tmp_path):
     assert first.returncode == 0 and "\r" not in first.stdout + first.stderr and first.stdout.splitlines()[-1].endswith(f"done: {tmp_path / 'out'}")
     assert (tmp_path / "out/coverage.png").read_bytes().startswith(b"\x89PNG")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    again = run_script("02_build_vocab", *argv)
-    assert again.returncode == 0 and "complete already" in again.stdout
+    code, out, _ = build(capsys, data, tmp_path / "out", "--draft-vocab-size", 64)
+    assert code == 0 and "complete already" in out
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    other = run_script("02_build_vocab", *argv[:-1], 32)
-    assert other.returncode == 2 and "draft_vocab_size: 64 there, 32 now" in other.stderr and len(other.stderr.splitlines()) == 1
-    one = run_script("02_build_vocab", *argv[:4], "--output-dir", tmp_path / "one", *argv[6:], "--workers", 1)
-    assert one.returncode == 0 and all((tmp_path / "one" / name).read_bytes() == data for name, data in before.items() if name != ".lock")
+    code, _, err = build(capsys, data, tmp_path / "out", "--draft-vocab-size", 32)
+    assert code == 2 and "draft_vocab_size: 64 there, 32 now" in err and len(err.splitlines()) == 1
+    code, *_ = build(capsys, data, tmp_path / "one", "--draft-vocab-size", 64)
+    assert code == 0 and all((tmp_path / "one" / name).read_bytes() == data for name, data in before.items() if name != ".lock")
