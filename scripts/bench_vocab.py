@@ -1,8 +1,10 @@
-"""How fast is 02_build_vocab.py, and how much memory does it take? On answers made up at Kimi's vocabulary and the real length mix.
+"""How fast is 02_build_vocab.py, and how much memory does it take? On answers made up at Kimi's vocabulary and the real
+length mix.
 
-    python scripts/bench_vocab.py --tokens 88000000            about 1.2 GB of rows in a temporary folder, then one timed run
+    python scripts/bench_vocab.py --tokens 88000000      about 1.2 GB of rows in a temporary folder, then one timed run
 
-Rows look as 01 writes them: log-normal lengths of mean 1,730 cut at 4,096, a third of them prompt, Zipf ids, text of 4 bytes a token.
+Rows look as 01 writes them: log-normal lengths of mean 1,730 cut at 4,096, a third of them prompt, Zipf ids, text of 4
+bytes a token.
 """
 import argparse
 import json
@@ -80,17 +82,17 @@ def main() -> None:
         size = sum(path.stat().st_size for path in data.iterdir())
         print(f"{n_rows:,} rows, {args.tokens:,} answer tokens, {size / 1e9:.2f} GB written", flush=True)
         begin, peak = time.monotonic(), 0.0
-        process = subprocess.Popen([sys.executable, "-u", ROOT / "02_build_vocab.py", "--data-dir", data,
-                                    "--tokenizer", TINY, "--output-dir", f"{folder}/vocab", "--draft-vocab-size", "32000",
-                                    "--target-vocab-size", str(VOCAB), "--workers", str(args.workers)])
+        argv = ["--data-dir", data, "--tokenizer", TINY, "--output-dir", f"{folder}/vocab", "--draft-vocab-size", 32000,
+                "--target-vocab-size", VOCAB, "--workers", args.workers]
+        process = subprocess.Popen([sys.executable, "-u", ROOT / "02_build_vocab.py", *map(str, argv)])
         while process.poll() is None:
             peak = max(peak, memory_of(process.pid))
             time.sleep(0.2)
         seconds = time.monotonic() - begin
         assert process.returncode == 0
         used = os.times()
-        print(f"{args.tokens:,} tokens in {seconds:.1f} s ({args.tokens / seconds / 1e6:.1f}M tok/s) with {args.workers} "
-              f"workers; at most {peak:.0f} MiB for all its processes; "
+        print(f"{args.tokens:,} tokens in {seconds:.1f} s ({args.tokens / seconds / 1e6:.1f}M tok/s) "
+              f"with {args.workers} workers; at most {peak:.0f} MiB for all its processes; "
               f"{used.children_user + used.children_system:.0f} CPU seconds")
 
 
