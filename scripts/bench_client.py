@@ -139,7 +139,8 @@ def main() -> None:
     ratios = [mine / other for mine, other in rounds]
     print(f"{len(rows)} prompts, {args.concurrency} streams, {args.max_tokens} tokens each, "
           f"mean of {args.rounds} rounds: 05 {ours:,.1f} tok/s, SGLang's benchmark {theirs:,.1f}, "
-          f"{100 * ours / theirs:.1f} % | ratios of the rounds {min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}")
+          f"{100 * ours / theirs:.1f} % | ratios of the rounds {min(ratios):.3f} to {max(ratios):.3f}, "
+          f"median {statistics.median(ratios):.3f}")
 
 
 def start_paced(args) -> None:

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Reply:
-    """One HTTP answer. body: an object (sent as JSON), a string (sent as it stands). cut: bytes after which the connection is reset;
-    drip: seconds between two bytes of the body."""
+    """One HTTP answer. body: an object (sent as JSON), a string (sent as it stands). cut: bytes after which the
+    connection is reset; drip: seconds between two bytes of the body."""
     body: object
     status: int = 200
     headers: dict = field(default_factory=dict)
@@ -25,9 +25,11 @@ class Reply:
 
 def chat(content, *, finish="stop", prompt_tokens=9, completion_tokens=None, cost=None, **message) -> dict:
     """A chat completion body. completion_tokens None: no usage."""
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, **({"cost": cost} if cost is not None else {})}
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+             **({"cost": cost} if cost is not None else {})}
     return {"id": "gen-1", "object": "chat.completion", "model": "m",
-            "choices": [{"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": content, **message}}],
+            "choices": [{"index": 0, "finish_reason": finish,
+                         "message": {"role": "assistant", "content": content, **message}}],
             **({"usage": usage} if completion_tokens is not None else {})}
 
 
@@ -77,9 +79,10 @@ class LocalServer:
 
 
 class ApiServer(LocalServer):
-    """with ApiServer(answer) as api: answer(body, nth) -> Reply, nth counting from 0 the requests with this last message.
+    """with ApiServer(answer) as api: answer(body, nth) -> Reply, nth counting from 0 the requests with this message.
 
-    `requests` holds (time, last message's content, body, headers) of each request in order of arrival; `asked` counts them by content.
+    `requests` holds (time, last message's content, body, headers) of each request in order of arrival; `asked` counts
+    them by content.
     """
 
     def __init__(self, answer):
@@ -105,7 +108,8 @@ class ApiServer(LocalServer):
                 data = (reply.body if isinstance(reply.body, str) else json.dumps(reply.body)).encode()
                 try:
                     handler.send_response(reply.status)
-                    for name, value in {"Content-Type": "application/json", **reply.headers, "Content-Length": str(len(data))}.items():
+                    for name, value in {"Content-Type": "application/json", **reply.headers,
+                                        "Content-Length": str(len(data))}.items():
                         handler.send_header(name, value)
                     handler.end_headers()
                     for byte in data if reply.drip else ():
@@ -114,7 +118,8 @@ class ApiServer(LocalServer):
                     if not reply.drip:
                         handler.wfile.write(data[:reply.cut])
                     if reply.cut is not None:
-                        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST, not FIN
+                        # RST, not FIN
+                        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         handler.connection.close()
                         handler.close_connection = True
                 except OSError:  # the client was killed
@@ -130,7 +135,7 @@ class ApiServer(LocalServer):
 
 
 class CountingProxy(LocalServer):
-    """with CountingProxy(url) as proxy: passes everything on to the server at `url` and notes each /generate by its input_ids.
+    """with CountingProxy(url) as proxy: passes everything on to the server at `url`, notes each /generate by its ids.
 
     `asked` is a list of (session, input_ids as a tuple).
     """
