@@ -242,6 +242,9 @@ def test_a_torn_end_of_raw_is_cut_off(tmp_path):
     found = Measured(raw)
     assert [(unit["wall_s"], [r["id"] for r in unit["requests"]]) for unit in found.units] == [(1.0, ["a"])]
     assert found.servers == {"plain": {"version": "0.5.23"}} and not found.probes
+    found.add_probe("a:3:[1, 2]", {"gap": 9.0, "kind": "fault"})
+    assert Measured(raw).probes == {"a:3:[1, 2]": {"gap": 9.0, "kind": "fault"}}
+    raw.write_bytes(whole)
     assert raw.read_bytes() == whole
 
 
