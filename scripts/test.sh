@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# All tests, on the real SGLang on a CPU.   usage: bash scripts/test.sh [--slow] [pytest arguments]
+# All tests, on the real SGLang on a CPU.
+#
+#   bash scripts/test.sh                        about 12 minutes on 2 cores; --slow as the first argument adds those of minutes each
+#   bash scripts/test.sh tests/test_vocab.py    any arguments of pytest; -n 0 runs them in one process (for -s, --pdb)
+#
+# TEST_PYTHON names the Python to run them with (default: .venv, made and kept current).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 select='not slow'
 [ "${1:-}" = --slow ] && { select=''; shift; }
 if [ -z "${TEST_PYTHON:-}" ]; then bash scripts/setup_venv.sh; TEST_PYTHON=.venv/bin/python; fi
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE
-exec "$TEST_PYTHON" -m pytest -m "$select" --durations=15 "$@"
+# Two workers for two cores, one thread each: tests that start SGLang on one of them, the others file by file (tests/conftest.py)
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
+exec "$TEST_PYTHON" -m pytest -m "$select" -n 2 --dist loadgroup --no-loadscope-reorder --durations=15 "$@"

@@ -1,6 +1,12 @@
-"""Shared by all tests: numbered scripts as modules, and the real SGLang on the CPU as a fixture."""
+"""Shared by all tests: numbered scripts as modules, and the real SGLang on the CPU as a fixture.
+
+Two workers share the tests (scripts/test.sh): a file without servers runs whole on one of them; all tests that start SGLang run on
+one worker, so that at most one server is at work, in an order in which those that want the same server follow each other.
+"""
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -18,6 +24,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+from eagle3.stage import UserError  # noqa: E402
+
 TINY_KIMI = ROOT / "scripts" / "tiny_kimi"
 CAPTURE_LAYERS = [2, 4, 6]  # the tiny target has 8 layers
 
@@ -36,6 +44,17 @@ def run_script(name: str, *args, env=None, timeout=600) -> subprocess.CompletedP
     """A numbered script as its users run it: a process of its own, output redirected."""
     return subprocess.run([sys.executable, "-u", str(ROOT / f"{name}.py"), *map(str, args)], cwd=ROOT, timeout=timeout,
                           env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}, text=True, capture_output=True)
+
+
+def run_here(name: str, *args) -> subprocess.CompletedProcess:
+    """The same in this process, without a process's start of seconds: main() ended as eagle3.stage.run() ends it."""
+    out, error, code = io.StringIO(), "", 0
+    with contextlib.redirect_stdout(out):
+        try:
+            code = load_script(name).main([str(arg) for arg in args]) or 0
+        except UserError as why:
+            code, error = 2, f"{name}: {why}\n"
+    return subprocess.CompletedProcess([name, *args], code, out.getvalue(), error)
 
 
 def free_port() -> int:
@@ -74,7 +93,7 @@ def patched_sglang(tmp_path_factory):
     source = sglang_package()
     original = hashlib.sha256((source / "srt/models/deepseek_v2.py").read_bytes()).hexdigest()
     overlay = tmp_path_factory.mktemp("overlay")
-    shutil.copytree(source, overlay / "sglang", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(source, overlay / "sglang")  # with its compiled files: 1,500 modules would have to be compiled again
     for info in source.parent.glob("sglang-*.dist-info"):
         shutil.copytree(info, overlay / info.name)  # the version is read from it
     patch = [sys.executable, str(ROOT / "patches/sglang_patch.py")]
@@ -91,6 +110,7 @@ class Engine:
 
     def __init__(self, log: Path, model: Path, flags: dict, env: dict):
         self.port, self.log = free_port(), log
+        self.capture_dir = Path(env["EAGLE3_CAPTURE_DIR"]) if "EAGLE3_CAPTURE_DIR" in env else None
         self.url = f"http://127.0.0.1:{self.port}"
         argv = [sys.executable, str(ROOT / "scripts/cpu_engine/serve.py"), "--model-path", str(model), "--port", str(self.port),
                 "--dtype", "float32"]
@@ -126,18 +146,22 @@ class Engine:
 def engine(tmp_path_factory, request):
     """engine(model=..., draft=None, capture_dir=None, **flags) -> Engine; the same arguments give the same running server.
 
-    At most one server runs at a time (two cores): asking for another one stops the one before.
+    capture_dir: a folder, or True for one that goes with the other arguments (the server's `capture_dir`), so that several files can
+    share a capturing server. At most one server runs at a time (two cores): asking for another one stops the one before.
     """
-    running = {}
+    running, folders = {}, {}
 
-    def start(model: Path = TINY_KIMI, draft: Path | None = None, capture_dir: Path | None = None, **flags) -> Engine:
+    def start(model: Path = TINY_KIMI, draft: Path | None = None, capture_dir: Path | bool | None = None, **flags) -> Engine:
         flags = {key.replace("_", "-"): value for key, value in flags.items()}
+        flags = {"reasoning-parser": "kimi_k2", "tool-call-parser": "kimi_k2"} | flags  # of the chat route alone, as Kimi is served
         env = {}
         if draft:
             flags |= {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": draft, "speculative-num-steps": 3,
                       "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4} | flags
         if capture_dir:
             flags |= {"disable-radix-cache": True}
+            if capture_dir is True:
+                capture_dir = folders.setdefault(str([model, flags]), tmp_path_factory.mktemp("incoming") / "made_by_the_server")
             env = {"EAGLE3_CAPTURE_DIR": str(capture_dir), "EAGLE3_CAPTURE_LAYERS": ",".join(map(str, CAPTURE_LAYERS)),
                    "PYTHONPATH": str(request.getfixturevalue("patched_sglang"))}
         key = json.dumps([str(model), flags, env], default=str, sort_keys=True)
@@ -154,7 +178,41 @@ def engine(tmp_path_factory, request):
         server.kill()
 
 
-def pytest_collection_modifyitems(items):
+# ---- which worker runs a test, and when ----
+STARTS_SGLANG = {"engine", "patched_sglang", "workplace"}  # fixtures: what uses them gets the marker `engine`
+ENGINE_ORDER = ["test_capture capturing", "test_serving", "test_capture", "test_follow", "test_extract", "test_extract engine",
+                "test_generate", "test_benchmark engine", "test_patch", "test_benchmark"]  # a file, or its tests with a fixture
+SLOWEST_FIRST = ["test_train", "test_generate"]  # of the files without servers: a long one that begins last would run alone
+
+
+def turn(item) -> tuple[bool, int]:
+    """Sorts tests: those that start SGLang first, by the server that they want; then the slowest files."""
+    file = item.path.stem
+    if item.get_closest_marker("engine") is None:
+        return True, SLOWEST_FIRST.index(file) if file in SLOWEST_FIRST else len(SLOWEST_FIRST)
+    special = [name for name in ENGINE_ORDER if name.startswith(f"{file} ") and name.split()[1] in item.fixturenames]
+    return False, ENGINE_ORDER.index(special[0] if special else file)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+        if STARTS_SGLANG & set(item.fixturenames):
+            item.add_marker("engine")
+        if item.get_closest_marker("engine") and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("engine"))
+    items.sort(key=turn)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hands out whole files, and the group of tests that start SGLang (their names end in @engine) as if it were one file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "engine" if nodeid.endswith("@engine") else nodeid.split("::")[0]
+
+    return Files(config, log)

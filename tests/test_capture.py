@@ -87,14 +87,14 @@ def check(path: Path, model, ids: list[int], prompt_len: int = 1) -> None:
     assert (found["last_hidden_states"] - last).abs().max() < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def capture_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("capture") / "made_by_the_server"
+@pytest.fixture
+def capturing(engine):
+    return engine(capture_dir=True, chunked_prefill_size=CHUNK)
 
 
 @pytest.fixture
-def capturing(engine, capture_dir):
-    return engine(capture_dir=capture_dir, chunked_prefill_size=CHUNK)
+def capture_dir(capturing):
+    return capturing.capture_dir
 
 
 def prefill_batches(log: Path) -> list[tuple[int, int]]:
@@ -259,6 +259,7 @@ def llama_target(folder: Path):
     return model
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("target", [pytest.param("kimi", marks=pytest.mark.slow), "llama"])
 def test_capture_by_sglangs_own_hooks(target, reference, tmp_path):
     """--forward-hooks: an SGLang that nobody edited, and targets other than deepseek_v2."""

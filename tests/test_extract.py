@@ -34,15 +34,13 @@ def environment(patched_sglang: Path, capture_dir: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def capture_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("incoming")
+def server(engine):
+    return engine(capture_dir=True, max_running_requests=1, chunked_prefill_size=128)  # FLAGS, as the server of tests/test_follow.py
 
 
 @pytest.fixture(scope="module")
-def server(patched_sglang, capture_dir, tmp_path_factory):
-    engine = Engine(tmp_path_factory.mktemp("extract") / "log", TINY_KIMI, FLAGS, environment(patched_sglang, capture_dir))
-    yield engine
-    engine.kill()
+def capture_dir(server):
+    return server.capture_dir
 
 
 @pytest.fixture(autouse=True)

@@ -44,9 +44,9 @@ def written(folder: Path) -> dict:
 
 
 def disk_use(folder: Path) -> int:
-    """Bytes of samples in `folder`, .incoming included; others move and remove files meanwhile."""
+    """Bytes of samples in `folder` and on their way into it; others move and remove files meanwhile."""
     sizes = {}  # by inode: a file may move from one folder to the other
-    for top in (folder / ".incoming", folder):
+    for top in (folder.parent / "incoming", folder):
         for path in [*top.glob("*/*.safetensors"), *top.glob("*/*.safetensors.tmp")]:
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
@@ -80,8 +80,10 @@ def watched(folder: Path, limit: float):
 # ------------------------------------------------------------------ on the real engine
 @pytest.fixture(scope="module")
 def server(engine, tmp_path_factory):
-    incoming = tmp_path_factory.mktemp("follow")
-    return lambda: (engine(capture_dir=incoming / "hidden_states" / ".incoming", **FLAGS), incoming)
+    """() -> (the server, the run's folder, whose `incoming` is where the server captures into)."""
+    root = tmp_path_factory.mktemp("follow")
+    (root / "incoming").symlink_to(engine(capture_dir=True, **FLAGS).capture_dir)
+    return lambda: (engine(capture_dir=True, **FLAGS), root)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def run(server, tmp_path_factory):
 
 def extract_command(root: Path, url: str, *more) -> list[str]:
     return [sys.executable, "-u", str(ROOT / "03_extract.py"), "--data-dir", str(root / "responses"), "--output-dir", str(root / "hidden_states"),
-            "--base-url", url, "--concurrency", "4", "--log-interval", "1", *map(str, more)]
+            "--base-url", url, "--capture-dir", str(root / "incoming"), "--concurrency", "4", "--log-interval", "1", *map(str, more)]
 
 
 def train_command(root: Path, data: Path, output: Path, *more) -> list[str]:

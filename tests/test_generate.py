@@ -338,7 +338,7 @@ def killed_and_resumed(argv, out: Path, log: Path, proxy, kills: int, n: int, se
 def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, engine, tmp_path):
     """Promised: an answer on the disk is never asked for again; a kill costs at most --concurrency requests, those in flight or not yet
     on the disk; the folder ends in the same bytes."""
-    server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
+    server = engine()
     questions = [json.loads(line) for line in open(ROOT / "configs/quickstart_prompts.jsonl")][:n]
     questions += [{"id": f"extra{i}", "prompt": f"What is item {i} of the list?"} for i in range(n - len(questions))]
     file, concurrency = write_jsonl(tmp_path / "p.jsonl", questions), 16
@@ -936,7 +936,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", 
 @pytest.mark.parametrize("thinking", ["on", "off"])
 def test_rows_hold_what_the_engine_read_and_emitted(thinking, engine, tmp_path, tokenizer):
     """One row a turn; prompt ids == template; response ids == what /generate emits for them; equal to the rebuilt ids or flagged."""
-    server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
+    server = engine()
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]}
     file = write_jsonl(tmp_path / "p.jsonl", [{"id": f"q{i}", "prompt": f"What does list item {i} hold?"} for i in range(10)] + [
         {"id": "turns", "messages": [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "old"}, {"role": "user", "content": "And a dict?"}]},
@@ -978,7 +978,7 @@ def test_rows_hold_what_the_engine_read_and_emitted(thinking, engine, tmp_path, 
 
 def test_the_text_route_of_the_same_engine(engine, tmp_path, tokenizer):
     """/v1/chat/completions of the real SGLang, text only: rebuilt ids equal the engine's, or are flagged, or the row is dropped."""
-    server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
+    server = engine()
     file = prompts(tmp_path / "p.jsonl", 12)
     common = ["--prompts", file, "--tokenizer", TINY_KIMI, "--max-tokens", 24, "--temperature", 0, "--concurrency", 8, "--base-url", server.url]
     for name, more in (("ids", []), ("text", ["--api", "openai", "--model", "tiny", "--on-mismatch", "keep"])):
@@ -995,7 +995,7 @@ def test_the_text_route_of_the_same_engine(engine, tmp_path, tokenizer):
 
 
 def test_another_template_than_the_server_s_is_refused(engine, tmp_path):
-    server = engine(reasoning_parser="kimi_k2", tool_call_parser="kimi_k2")
+    server = engine()
     other = tmp_path / "other"
     shutil.copytree(TINY_KIMI, other, ignore=shutil.ignore_patterns("*.safetensors"))
     template = (TINY_KIMI / "chat_template.jinja").read_text()

@@ -6,13 +6,15 @@ import sys
 import numpy as np
 import pytest
 
-from conftest import ROOT, TINY_KIMI, load_script
+from conftest import ROOT, TINY_KIMI, load_script, run_here
+from eagle3 import forecast
+from eagle3.drafter import Shape
 
-plan, train, bench = load_script("plan"), load_script("04_train"), load_script("bench_train")
+plan, bench = load_script("plan"), load_script("bench_train")
 
 
 def run(*argv) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(ROOT / "scripts/plan.py"), *map(str, argv)], cwd=ROOT, text=True, capture_output=True)
+    return run_here("plan", *argv)
 
 
 def figures(*argv) -> dict:
@@ -58,12 +60,13 @@ def test_training_rate_against_what_was_measured_on_an_h200(flags, known):
 
 @pytest.mark.parametrize("kv_heads", [8, 64])
 def test_drafter_is_04s_own(kv_heads):
-    shape = train.Shape(**{key: value for key, value in bench.KIMI.items()}, kv_heads=kv_heads)
-    sizes = plan.draft_sizes(plan.KIMI, 32000, kv_heads)
-    assert sum(value for key, value in sizes.items() if key != "width") == sum(np.prod(s) for s in shape.weights().values())
+    shape = Shape(**{key: value for key, value in bench.KIMI.items()}, kv_heads=kv_heads)
+    found = forecast.drafter_shape(forecast.KIMI, 32000, kv_heads)
+    assert found.weights() == shape.weights()
+    assert sum(forecast.parameters(found).values()) == sum(np.prod(s) for s in shape.weights().values())
     T, query = 1500, 1000  # rows that carry loss: the last 1,000; row i of them sees 500 + i + 1 keys
     exact = shape.flops(T, query, sum(500 + i + 1 for i in range(query)), 3)
-    assert plan.draft_flops(sizes, T, query / T, 3) * T == pytest.approx(exact, rel=0.001)
+    assert forecast.token_flops(found, T, query / T, 3) * T == pytest.approx(exact, rel=0.001)
 
 
 def test_target_bytes_of_the_tiny_target():
@@ -72,8 +75,8 @@ def test_target_bytes_of_the_tiny_target():
 
 
 def test_mean_after_a_cut():
-    drawn = np.random.default_rng(0).lognormal(np.log(1730) - plan.SIGMA**2 / 2, plan.SIGMA, 200_000)
-    assert plan.cut_mean(1730, 2048) == pytest.approx(np.minimum(drawn, 2048).mean(), rel=0.01)
+    drawn = np.random.default_rng(0).lognormal(np.log(1730) - forecast.SIGMA**2 / 2, forecast.SIGMA, 200_000)
+    assert forecast.cut_mean(1730, 2048) == pytest.approx(np.minimum(drawn, 2048).mean(), rel=0.01)
 
 
 def test_what_does_not_fit_is_said_with_what_would():
@@ -105,13 +108,18 @@ servers: {{plain: {{flags: {{tp-size: 2}}}}, extract: {{env: {{EAGLE3_CAPTURE_LA
 
 
 @pytest.mark.parametrize("argv, text", [
-    (["--config", "no.yaml"], "no.yaml: not a readable run file"), (["--samples", "0"], "must be above 0"), (["--unpacked"], "Give --train-rate"),
-    (["--target-config", "no.json"], "no readable config.json"), (["--no-such"], "unrecognized arguments"), (["--gpu-tflops", "0"], "must be above 0"),
+    (["--config", "no.yaml"], "no.yaml: not a readable YAML file"), (["--samples", "0"], "must be above 0"), (["--unpacked"], "Give --train-rate"),
+    (["--target-config", "no.json"], "no.json: not readable"), (["--no-such"], "unrecognized arguments"), (["--gpu-tflops", "0"], "must be above 0"),
     (["--train-rate", "-5"], "must be above 0"), (["--samples", "1"], "leave a sample to train on"), (["--disk", "5Q"], "neither a size"),
     (["--disk", "1.2.3T"], "neither a size")])
 def test_bad_input_is_one_line_and_exit_2(argv, text):
     done = run(*argv)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and text in done.stderr
+
+
+def test_bad_input_of_the_process_is_one_line_and_exit_2():
+    done = subprocess.run([sys.executable, str(ROOT / "scripts/plan.py"), "--samples", "0"], text=True, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "plan: --samples 0 must be above 0.\n")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

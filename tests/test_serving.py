@@ -37,12 +37,13 @@ def run(tmp_path_factory, engine):
     """A whole small run: greedy answers of the tiny target, their hidden states, a drafter; half of the samples are validation."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"id": f"q{n}", "prompt": f"What is {subject}?"}) + "\n" for n, subject in enumerate(SUBJECTS)))
-    server = engine(capture_dir=folder / "hidden_states" / ".incoming")
+    server = engine(capture_dir=True, chunked_prefill_size=256)  # the server of tests/test_capture.py
     run_stage("01_generate", "--prompts", folder / "prompts.jsonl", "--base-url", server.url, "--tokenizer", TINY_KIMI, "--output-dir", folder / "responses",
               "--max-tokens", MAX_TOKENS, "--temperature", 0, "--top-p", 1, "--concurrency", 8)
     run_stage("02_build_vocab", "--data-dir", folder / "responses", "--tokenizer", TINY_KIMI, "--output-dir", folder / "vocab_mapping",
               "--draft-vocab-size", 256)
-    run_stage("03_extract", "--data-dir", folder / "responses", "--base-url", server.url, "--output-dir", folder / "hidden_states", "--concurrency", 8)
+    run_stage("03_extract", "--data-dir", folder / "responses", "--base-url", server.url, "--output-dir", folder / "hidden_states", "--concurrency", 8,
+              "--capture-dir", server.capture_dir)
     run_stage("04_train", "--verifier-path", TINY_KIMI, "--data-dir", folder / "hidden_states", "--vocab-mapping-dir", folder / "vocab_mapping",
               "--output-dir", folder / "output", "--epochs", 60, "--lr", 3e-3, "--max-seq-len", 512, "--ttt-steps", STEPS, "--val-ratio", 0.5,
               "--noise-std", 0, "--batch-tokens", 512, "--num-workers", 0, "--export-dtype", "float32")

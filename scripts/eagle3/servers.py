@@ -53,13 +53,19 @@ def role_chain(servers: dict, role: str) -> list[dict]:
     return chain
 
 
-def server_command(servers: dict, role: str) -> tuple[list[str], dict[str, str]]:
-    """argv and added environment of `role`; what it extends is merged key by key. Raises UserError."""
-    command, flags, env = ["{python}", "-m", "sglang.launch_server"], {}, {}
+def role_settings(servers: dict, role: str) -> dict:
+    """{"command", "flags", "env"} of `role`; what it extends is merged in key by key. Raises UserError."""
+    merged = {"command": ["{python}", "-m", "sglang.launch_server"], "flags": {}, "env": {}}
     for spec in reversed(role_chain(servers, role)):
-        command = spec.get("command", command)
-        flags.update(spec.get("flags") or {})
-        env.update(spec.get("env") or {})
+        merged["command"] = spec.get("command", merged["command"])
+        for part in ("flags", "env"):
+            merged[part].update(spec.get(part) or {})
+    return merged
+
+
+def server_command(servers: dict, role: str) -> tuple[list[str], dict[str, str]]:
+    """argv and added environment of `role` in a run file's `servers`. Raises UserError."""
+    command, flags, env = role_settings(servers, role).values()
     argv = [sys.executable if word == "{python}" else word for word in command]
     for flag, value in flags.items():
         if value is True:
