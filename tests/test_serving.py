@@ -15,15 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import TINY_KIMI, load_script, post, run_script
+from conftest import TINY_KIMI, post, run_script
 from eagle3.acceptance import walk
 from eagle3.batches import Sample, collate
 from eagle3.drafter import Drafter, Shape
 from eagle3.states import sample_path
 from eagle3.target import Target
 from eagle3.ttt import ttt_pass
+from eagle3.figures import beyond_answer, prediction_check
+from eagle3.load import spec_counts
 
-train, bench = load_script("04_train"), load_script("05_benchmark")
 MAX_TOKENS, STEPS = 64, 3
 SUBJECTS = ["a list", "a dictionary", "a generator", "the with statement", "an exception", "a decorator", "a module", "a class", "a lambda",
             "an iterator", "str.join", "os.path", "a tuple", "a set", "slicing", "the import statement", "a closure", "an integer", "a float",
@@ -63,7 +64,7 @@ def rows(run):
 def served(server, row: dict, max_tokens: int) -> dict:
     answer = post(f"{server.url}/generate", {"input_ids": row["prompt_ids"], "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0}})
     assert answer["output_ids"] == row["response_ids"][:max_tokens], "speculation changed the text"
-    return {"completion_tokens": answer["meta_info"]["completion_tokens"], "spec": bench.spec_counts(answer["meta_info"])}
+    return {"completion_tokens": answer["meta_info"]["completion_tokens"], "spec": spec_counts(answer["meta_info"])}
 
 
 def test_training_predicts_the_counts_of_every_validation_request(run, rows, engine):
@@ -74,9 +75,9 @@ def test_training_predicts_the_counts_of_every_validation_request(run, rows, eng
     for name, (verify, correct) in prediction["samples"].items():
         records.append({"id": name, **served(server, rows[name], MAX_TOKENS)})
         spec = records[-1]["spec"]
-        beyond += bench.beyond_answer(records[-1])
-        assert (spec["verify_steps"], spec["correct_drafts"] - bench.beyond_answer(records[-1])) == (verify, correct), name
-    check = bench.prediction_check(prediction, records, {"speculative_num_steps": STEPS, "speculative_eagle_topk": 1}, 0.0)
+        beyond += beyond_answer(records[-1])
+        assert (spec["verify_steps"], spec["correct_drafts"] - beyond_answer(records[-1])) == (verify, correct), name
+    check = prediction_check(prediction, records, {"speculative_num_steps": STEPS, "speculative_eagle_topk": 1}, 0.0)
     assert check["served"] == pytest.approx(check["predicted"]) == pytest.approx(prediction["accept_length"]) and check["equal_answers"] == len(records)
     assert check["as_long_answers"] == len(records)
     assert prediction["accept_length"] > 1.1, "nothing was accepted: the proof would be empty"
@@ -111,7 +112,7 @@ def test_accepted_drafts_of_every_verify_step(run, rows, engine, max_tokens):
         if min(max_tokens, len(row["response_ids"])) == 1:
             assert accepted == [] and record["spec"] is None  # no verify step, and SGLang sends no counts
             continue
-        beyond = bench.beyond_answer(record)
+        beyond = beyond_answer(record)
         accepted[-1] += beyond
         wanted = np.bincount(accepted, minlength=STEPS + 1).tolist()
         histogram = record["spec"]["histogram"] + [0] * (STEPS + 1 - len(record["spec"]["histogram"]))
