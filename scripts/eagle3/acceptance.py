@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from eagle3.batches import Sample, collate, feed, pack
+from eagle3.metrics import step_metrics
 from eagle3.trainer import all_ranks, choose_pass
 
 
@@ -76,12 +77,3 @@ def predicted(histogram: list[int], walks: dict) -> dict:
     return {"num_steps": steps, "accept_length": 1 + correct / max(1, verify), "verify_steps": verify, "correct_drafts": correct,
             "histogram": histogram, "accept_by_position": [sum(histogram[j + 1:]) / max(1, verify) for j in range(steps)],
             "val_ids_file": "val_ids.json", "samples": dict(sorted(walks.items()))}
-
-
-def step_metrics(sums: torch.Tensor, counts) -> dict:
-    """loss_k, full_acc_k, cond_acc_k from the sums of a pass over all ranks and the loss rows of each step."""
-    metrics = {}
-    for k, (loss, counted, chain, before) in enumerate(sums.tolist()):
-        metrics |= {f"loss_{k}": loss / max(1, counts[k]), f"full_acc_{k}": chain / max(1, counted),
-                    f"cond_acc_{k}": chain / max(1, before)}
-    return metrics

@@ -87,6 +87,20 @@ def layer_weights(shape: Shape, tensors: dict) -> list[dict]:
     return [first] + [{name: tensors[f"{name}.{layer}"] for name in IN_EVERY_LAYER} for layer in range(1, shape.layers)]
 
 
+# ---- products with a vocabulary ----
+def logits_of(x, head):
+    """x (N, H) @ head (V, H).T, in float32 out of the matrix units also where x is bfloat16."""
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return torch.mm(x, head.t(), out_dtype=torch.float32) if half else torch.mm(x, head.t())
+
+
+def chunks(rows: int, width: int, budget=1 << 28):
+    """Row slices of which `width` float32 columns fit 1 GiB: whole logits never lie in memory."""
+    step = max(1, budget // width)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+# ---- weights ----
 class NamedTensors:
     """Tensors by name, as views of one buffer (`flat`) in which they lie one after the other: one optimizer launch."""
 

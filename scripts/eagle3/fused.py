@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from eagle3.drafter import IN_EVERY_LAYER, layer_weights
+from eagle3.drafter import IN_EVERY_LAYER, chunks, layer_weights, logits_of
 from eagle3.optimizers import triton_runs
 from eagle3.ttt import Tally, sum_dtype
 
@@ -59,19 +59,7 @@ def finish(grads, draft) -> None:
         grads[norm].copy_(total)
 
 
-# ---- products and attention ----
-def logits_of(x, head):
-    """x (N, H) @ head (V, H).T, in float32 out of the matrix units also where x is bfloat16."""
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    return torch.mm(x, head.t(), out_dtype=torch.float32) if half else torch.mm(x, head.t())
-
-
-def chunks(rows: int, width: int, budget=1 << 28):
-    """Row slices of which `width` float32 columns fit 1 GiB: whole logits never lie in memory."""
-    step = max(1, budget // width)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
+# ---- shifts and attention ----
 def padded(x, rows: int):
     """x with `rows` rows of zeros behind it: step k reads from row k on."""
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows))

@@ -32,9 +32,9 @@ def sample_path(folder: Path, sample_id: str) -> Path:
     return folder / hashlib.sha256(sample_id.encode()).hexdigest()[:2] / f"{sample_id}.safetensors"
 
 
-def token_bytes(hidden_size: int, dtype: str) -> int:
+def token_bytes(hidden_size: int, dtype: str, aux_states: int = 3) -> int:
     """Bytes that a token takes: 57,349 for Kimi-K2.5."""
-    return 4 * hidden_size * dict(DTYPES.values())[dtype] + 5
+    return (aux_states + 1) * hidden_size * dict(DTYPES.values())[dtype] + 5
 
 
 class StateFile:
@@ -141,7 +141,7 @@ def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, 
     if identity != (str(SCHEMA), sample_id, str(prompt_len)):
         wanted = (str(SCHEMA), sample_id, str(prompt_len))
         raise ValueError(f"is {identity} (schema, id, prompt_len), expected {wanted}")
-    expected = expected_tensors(dtype, tokens, width)
+    expected = expected_tensors(dtype, tokens, width, len(found["capture_layers"]))
     if tensors != expected or DTYPES.get(dtype, ("unknown",))[0] != found["dtype"]:
         raise ValueError(f"has other tensors than its tokens make ({found['dtype']} {tensors}, expected {expected})")
     if facts is not None and found != facts:
@@ -151,10 +151,11 @@ def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, 
     return found
 
 
-def expected_tensors(dtype: str, T: int, width: int) -> dict[str, tuple]:
+def expected_tensors(dtype: str, T: int, width: int, aux_states: int) -> dict[str, tuple]:
     """{tensor: (dtype, shape, data_offsets)} of a sample of T tokens, states in safetensors' `dtype`."""
     size, expected, end = DTYPES.get(dtype, ("unknown", 0))[1], {}, 0
-    for tensor, kind, shape, count in (("aux_hidden_states", dtype, [T, 3 * width], T * 3 * width * size),
+    aux = aux_states * width
+    for tensor, kind, shape, count in (("aux_hidden_states", dtype, [T, aux], T * aux * size),
                                        ("last_hidden_states", dtype, [T, width], T * width * size),
                                        ("input_ids", "I32", [T], 4 * T), ("loss_mask", "U8", [T], T)):
         expected[tensor] = (kind, shape, [end, end + count])
@@ -195,12 +196,12 @@ def check_sample(path: Path, row: dict, facts: dict, vocab_size: int, norm):
         return "torn", None
     T, hidden = row["tokens"], facts["hidden_size"]
     dtype = next(name for name, (torch_name, _) in DTYPES.items() if torch_name == facts["dtype"])
-    expected = {name: kind_and_shape[:2] for name, kind_and_shape in expected_tensors(dtype, T, hidden).items()}
+    layers = layer_list(facts)
+    expected = {name: entry[:2] for name, entry in expected_tensors(dtype, T, hidden, len(layers)).items()}
     if {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()} != expected:
         return "other shape or dtype", None
-    layers = ",".join(map(str, layer_list(facts)))
     found = metadata.get("id"), metadata.get("target"), metadata.get("capture_layers")
-    if found != (row["id"], facts["target"], layers):
+    if found != (row["id"], facts["target"], ",".join(map(str, layers))):
         return "other target, layers or id", None
     if f"sha256:{hashlib.sha256(data.numpy()).hexdigest()}" != row["checksum"]:
         return "checksum", None

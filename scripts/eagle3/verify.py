@@ -1,7 +1,7 @@
 """--verify of 03: every file is read again and compared with its response, its index row, and the target itself.
-
-The strongest check needs the target's head: the last state at each response position must choose the tokens that a greedy
-engine would have emitted, and the state after the last token the one that the engine itself named when it was asked.
+ The strongest check needs the target's head: the last state at each response position must choose the tokens that a
+greedy engine would have emitted, and the state after the last token the one that the engine itself named when it was
+asked.
 
 Shapes: T tokens of a sample, H hidden, V target vocabulary, K positions checked.
 """

@@ -1,0 +1,152 @@
+"""Every sample is read whole and checked once before training; what is found is kept in <output>/checked/.
+ A file of checked/ holds CHECK_CHUNK samples of the index: `mass` of their response tokens, one after the other, and
+in the metadata a record each: {"id", "problem"} or {"id", "problem": null, "tokens", "spans": [[first, end of the
+response]], "agreed", "predicted"}.
+
+Shapes: T tokens of a sample, S its first response token, Vt target vocabulary, Vd draft vocabulary, H hidden.
+"""
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from eagle3.batches import Sample
+from eagle3.drafter import chunks, logits_of
+from eagle3.stage import UserError, bar, duration, log, write_atomic
+from eagle3.states import check_sample, response_start, sample_path
+
+CHECK_CHUNK = 256
+MIN_AGREEMENT = 0.05  # less of the response being the target's argmax means: other states, other target
+MAX_BAD = 0.01  # share of samples that may be damaged
+NO_LOSS = "no response token within --max-seq-len"
+
+
+@torch.no_grad()
+def response_mass(tensors: dict, start: int, head: torch.Tensor, draft_ids: torch.Tensor):
+    """mass (T - S,): the target's probability inside the draft vocabulary where each response token was predicted;
+    how many of them are the target's argmax; how many were predicted.
+
+    head (Vt, H), draft_ids (Vd,).
+    """
+    begin = max(start, 1)  # token 0 is predicted by nothing
+    last, ids = tensors["last_hidden_states"][begin - 1:-1], tensors["input_ids"][begin:].long()
+    mass, agreed = [torch.zeros(begin - start)], 0
+    for rows in chunks(len(ids), len(head)):
+        logits = logits_of(last[rows].to(head.device, head.dtype), head)
+        mass.append((logits[:, draft_ids].logsumexp(-1) - logits.logsumexp(-1)).exp().float().cpu())
+        agreed += int((logits.argmax(-1).cpu() == ids[rows]).sum())
+    return torch.cat(mass).clamp_(max=1), agreed, len(ids)
+
+
+def other_target(folder: Path, agreement: float) -> UserError:
+    return UserError(f"{folder}: only {agreement:.1%} of the response tokens are the argmax of "
+                     "lm_head(last_hidden_states). The states are not of this target: extract again.")
+
+
+def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, workers: int) -> None:
+    """Read this rank's share of the files once, and keep what is found in `cache`. inputs: `inputs.Inputs`."""
+    cache.mkdir(exist_ok=True)
+    index, norm = inputs.index, inputs.target.final_norm()
+    head, draft_ids = head.to(process.device, process.dtype), inputs.draft_ids.to(process.device)
+    # A rank's share must not depend on what others have finished when it looks
+    mine = range(0, len(index), CHECK_CHUNK)[process.rank::process.world]
+    todo = [start for start in mine if not (cache / f"{start:08d}.safetensors").exists()]
+    begun = told = time.monotonic()
+    read = 0
+    with ThreadPoolExecutor(max(1, workers)) as pool, bar(len(todo) * CHECK_CHUNK, "sample") as progress:
+        def submit(row):
+            return pool.submit(check_sample, sample_path(folder, row["id"]), row, inputs.facts, len(head), norm)
+
+        for number, start in enumerate(todo, 1):
+            rows, records, masses = index[start:start + CHECK_CHUNK], [], [torch.zeros(0)]
+            for row, (problem, tensors) in in_order(rows, submit, 2 * workers + 1):
+                record = {"id": row["id"], "problem": problem}
+                if not problem:
+                    first = response_start(tensors["loss_mask"].numpy())
+                    mass, agreed, predicted = response_mass(tensors, first, head, draft_ids)
+                    record |= {"tokens": row["tokens"], "spans": [[first, row["tokens"]]], "agreed": agreed,
+                               "predicted": predicted}
+                    masses.append(mass)
+                    read += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+                records.append(record)
+            found = save({"mass": torch.cat(masses)}, {"samples": json.dumps(records)})
+            write_atomic(cache / f"{start:08d}.safetensors", found)
+            progress.update(CHECK_CHUNK)
+            if process.rank == 0 and time.monotonic() - told > 10:
+                told = time.monotonic()
+                log(f"check {min(len(index), start + process.world * CHECK_CHUNK)}/{len(index)} | "
+                    f"{read / 1e9 / (told - begun):.2f} GB/s a rank | "
+                    f"eta {duration((told - begun) / number * (len(todo) - number))}")
+
+
+def in_order(rows: list, submit, ahead: int):
+    """(row, result) of each row in order, with `ahead` of them submitted before they are needed: few lie in memory."""
+    waiting, later = deque((row, submit(row)) for row in rows[:ahead]), iter(rows[ahead:])
+    while waiting:
+        row, future = waiting.popleft()
+        result = future.result()
+        if (following := next(later, None)) is not None:
+            waiting.append((following, submit(following)))
+        yield row, result
+
+
+def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
+    """(samples, problems {id: reason}, share of response tokens that are the target's argmax). Raises UserError."""
+    samples, problems, agreed, predicted = [], {}, 0, 0
+    for start in range(0, len(index), CHECK_CHUNK):
+        path = cache / f"{start:08d}.safetensors"
+        try:
+            with safe_open(path, "np") as file:
+                mass, records = file.get_tensor("mass"), json.loads(file.metadata()["samples"])
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: not readable ({error}). Delete it and run the same command again.") from None
+        at = 0
+        for record in records:
+            if record["problem"]:
+                problems[record["id"]] = record["problem"]
+                continue
+            [[first, end]] = record["spans"]
+            tokens = min(record["tokens"], max_tokens)
+            sample = Sample(record["id"], sample_path(folder, record["id"]), tokens, first,
+                            mass[at:at + max(0, tokens - first)], tokens < record["tokens"])
+            at, agreed, predicted = at + end - first, agreed + record["agreed"], predicted + record["predicted"]
+            if sample.counts(1)[0]:
+                samples.append(sample)
+            else:
+                problems[record["id"]] = NO_LOSS
+    return samples, problems, agreed / max(1, predicted)
+
+
+def usable_samples(args, inputs, head: torch.Tensor, process):
+    """(samples, dropped {reason: n}, share of response tokens that are the target's argmax).
+
+    Raises UserError when too much is wrong. args: data_dir, output_dir, max_seq_len and num_workers.
+    """
+    folder, cache, index = args.data_dir, args.output_dir / "checked", inputs.index
+    check_files(folder, cache, inputs, head, process, args.num_workers)
+    if process.world > 1:
+        dist.barrier()
+    samples, problems, agreement = read_checked(folder, cache, index, args.max_seq_len)
+    dropped = dict(sorted(Counter(problems.values()).items()))
+    damaged = sorted(name for name, problem in problems.items() if not problem.startswith("no response token"))
+    too_many = len(damaged) > MAX_BAD * len(index)
+    for name in damaged[:10 if too_many else None] + sorted(problems.keys() - set(damaged))[:10]:
+        process.say(f"skipped {sample_path(folder, name)} | {problems[name]}")
+    if too_many:
+        raise UserError(f"{folder}: {len(damaged)} of {len(index)} samples are bad ({dropped}; the first: "
+                        f"{sample_path(folder, damaged[0])}). Run 03_extract.py --verify, extract anew what it names "
+                        "(--redo-failed), then this with another --output-dir.")
+    if agreement < MIN_AGREEMENT and samples:
+        raise other_target(folder, agreement)
+    if len(samples) < 2:
+        raise UserError(f"{folder}: {len(samples)} usable samples {dropped or ''}; at least 2 are needed, one of them to "
+                        "validate.")
+    return samples, dropped, agreement

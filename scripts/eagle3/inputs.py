@@ -1,0 +1,134 @@
+"""What 04's flags name, read and found to fit together: data, vocabulary map, target, and the sizes of the drafter."""
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eagle3.drafter import Shape, draft_config
+from eagle3.journal import read_facts
+from eagle3.stage import SCHEMA, UserError, read_json, read_manifest, sha256_file
+from eagle3.states import layer_list
+from eagle3.target import Target, layer_ids
+from eagle3.vocabulary import read_mapping
+
+
+@dataclass
+class Inputs:
+    """What the flags name. `read_inputs` makes it."""
+    facts: dict  # what 03 says of all its samples (states.FACTS): its manifest, or its first lines
+    index: list  # index.jsonl's rows; none with --follow
+    target: Target
+    draft_ids: torch.Tensor  # (Vd,) ascending target ids
+    shape: Shape
+    config_json: dict  # the drafter's
+    hashes: dict  # of what was read
+
+    @property
+    def layers(self) -> list[int]:
+        return layer_list(self.facts)
+
+    def provenance(self, args, step: int, prediction: dict | None, agreement: float) -> dict:
+        """eagle3.json: what the drafter was made from, and what serving it should show (05_benchmark compares).
+
+        args: serve_sglang_version, max_seq_len; agreement: share of response tokens that are the target's argmax.
+        """
+        offsets = self.draft_ids - torch.arange(len(self.draft_ids))
+        captured_by = self.facts["sglang_version"]
+        return {"schema": SCHEMA, "step": step, "prediction": prediction, "capture_layers": self.layers,
+                "target": self.facts["target"], "sglang_version": captured_by,
+                "serve_sglang_version": args.serve_sglang_version or captured_by,
+                "hidden_states_manifest": self.hashes.get("hidden_states"),
+                "vocab_mapping_manifest": self.hashes["vocab_mapping"], "hidden_size": self.shape.hidden,
+                "draft_vocab_size": self.shape.draft_vocab, "max_seq_len": args.max_seq_len,
+                "target_argmax_share": agreement, "config": self.config_json,
+                "d2t_sha256": hashlib.sha256(offsets.numpy().tobytes()).hexdigest()}
+
+
+def draft_shape(args, target: dict, draft_vocab: int) -> Shape:
+    """The drafter's sizes: flags, else those of --finetune-from, else the target's. Raises UserError.
+
+    target: its text config.
+    """
+    old = read_json(args.finetune_from / "config.json") if args.finetune_from else {}
+    heads = args.num_heads or old.get("num_attention_heads") or target["num_attention_heads"]
+    kv_heads = args.num_kv_heads or old.get("num_key_value_heads") or (8 if heads % 8 == 0 else heads)
+    theta = target.get("rope_theta") or (target.get("rope_parameters") or {}).get("rope_theta") or 10000.0
+    positions = args.max_position_embeddings or old.get("max_position_embeddings")
+    head_dim = args.head_dim or old.get("head_dim") or target.get("v_head_dim") or target.get("head_dim")
+    shape = Shape(
+        hidden=target["hidden_size"], heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim or target["hidden_size"] // heads,
+        intermediate=args.intermediate_size or old.get("intermediate_size") or target["intermediate_size"],
+        vocab=target["vocab_size"], draft_vocab=draft_vocab,
+        rms_norm_eps=old.get("rms_norm_eps") or target.get("rms_norm_eps", 1e-5),
+        rope_theta=float(args.rope_theta or old.get("rope_theta") or theta),
+        max_positions=positions or target["max_position_embeddings"])
+    if shape.heads % shape.kv_heads or shape.head_dim % 2:
+        raise UserError(f"{shape.heads} heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}: kv heads must divide "
+                        "the heads, head_dim must be even.")
+    return shape
+
+
+def read_inputs(args, say) -> Inputs:
+    """Raises UserError when something is missing or does not fit. say: logs a line."""
+    read_manifest(args.vocab_mapping_dir, "02_build_vocab")
+    facts = wait_for_facts(args.data_dir, say) if args.follow else read_manifest(args.data_dir, "03_extract")
+    if facts.get("bounded"):
+        raise UserError(f"{args.data_dir}: extracted in bounded mode, so most of its samples are gone. "
+                        "Only the --follow run that trained on them can go on.")
+    target = Target(args.verifier_path)
+    if target.config["hidden_size"] != facts["hidden_size"]:
+        raise UserError(f"{args.data_dir}: states of hidden size {facts['hidden_size']}, the target at "
+                        f"{args.verifier_path} has {target.config['hidden_size']}.")
+    draft_ids = torch.from_numpy(read_mapping(args.vocab_mapping_dir, target.config["vocab_size"]))
+    layers, shape = layer_list(facts), draft_shape(args, target.config, len(draft_ids))
+    ids = layer_ids(layers, args.serve_sglang_version or facts["sglang_version"])
+    source = {"plan": "plan.jsonl"} if args.follow else {"hidden_states": "manifest.json"}
+    hashes = {**{name: sha256_file(args.data_dir / file) for name, file in source.items()},
+              "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),
+              "target_config": sha256_file(args.verifier_path / "config.json")}
+    if args.finetune_from:
+        hashes["finetune_from"] = check_finetune(args.finetune_from, layers, args.data_dir)
+    index = [] if args.follow else read_index(args.data_dir, facts["index_sha256"])
+    config_json = draft_config(shape, target.config, ids, args.export_dtype)
+    return Inputs(facts, index, target, draft_ids, shape, config_json, hashes)
+
+
+def check_finetune(folder: Path, layers: list[int], data_dir: Path) -> str:
+    """sha256 of the weights to start from. Raises UserError when they are not there or were trained on other layers."""
+    old = folder / "eagle3.json"
+    old_layers = read_json(old).get("capture_layers") if old.exists() else layers
+    if old_layers != layers:
+        raise UserError(f"{old}: trained on capture layers {old_layers}, {data_dir} holds {layers}. Extract those, or start "
+                        "without --finetune-from.")
+    try:
+        return sha256_file(folder / "model.safetensors")
+    except OSError as error:
+        raise UserError(f"--finetune-from: {error}. Name a folder that 04_train.py exported (best/ or "
+                        "checkpoint-<step>/).") from None
+
+
+def read_index(folder: Path, sha256: str) -> list[dict]:
+    """index.jsonl's rows {"id", "tokens", "checksum", ...}. Raises UserError unless it has the hash of 03's manifest."""
+    path = folder / "index.jsonl"
+    if not path.is_file() or sha256_file(path) != sha256:
+        raise UserError(f"{path}: missing, or not the one that manifest.json was written for. Run 03_extract.py again.")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for_facts(folder: Path, say) -> dict:
+    """What 03 says of all its samples, as soon as it has its first one. Raises UserError."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder. Start 03_extract.py first.")
+    told = time.monotonic() - 25  # the first line comes soon
+    while not (facts := read_facts(folder)) or not (folder / "plan.jsonl").exists():
+        if time.monotonic() - told > 30:
+            told = time.monotonic()
+            say(f"waiting for the first sample in {folder}: 03_extract has not written one yet")
+        time.sleep(0.2)
+    return facts

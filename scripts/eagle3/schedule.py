@@ -1,0 +1,72 @@
+"""Which samples make up which step of the whole run, decided before its first step."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from eagle3.batches import plan_epoch, split_samples
+from eagle3.checked import usable_samples
+from eagle3.follow import QUARANTINED, planned_samples
+from eagle3.stage import UserError
+
+
+@dataclass
+class Plan:
+    """The whole run, decided before its first step."""
+    train: list  # samples, indexed by the schedule's bins
+    val: list
+    schedule: list  # a step each: (epoch, bins of indices into train), bins of all ranks
+    epoch_ends: list  # steps
+    found: dict = field(default_factory=dict)  # {id: sample} that is usable; unknown yet with --follow
+    dropped: dict = field(default_factory=dict)  # {reason: count}
+    agreement: float = 0.0  # share of response tokens that are the target's argmax
+    planned: list = field(default_factory=list)  # --order plan: samples in 03's order
+    rows: list = field(default_factory=list)  # plan.jsonl's
+
+    @property
+    def total(self) -> int:
+        return len(self.schedule)
+
+
+def plan_steps(args, inputs, head: torch.Tensor, process) -> Plan:
+    """Every file is read and compared once, then packed into steps. With --order plan they are packed as 03 planned,
+    and what is bad is left out; --follow checks each sample as it lands. Raises UserError.
+    """
+    found, dropped, agreement, planned, rows = {}, {}, 0.0, [], []
+    if not args.follow:
+        samples, dropped, agreement = usable_samples(args, inputs, head, process)
+        found = {sample.id: sample for sample in samples}
+    if args.order == "plan":
+        rows, planned = planned_samples(args.data_dir, args.max_seq_len)
+        train, val = split_samples(planned, args.val_ratio, args.seed)
+        position = {row["id"]: i for i, row in enumerate(rows)}
+        train.sort(key=lambda sample: position[sample.id])
+    else:
+        train, val = split_samples(samples, args.val_ratio, args.seed)
+    if not train:
+        raise UserError(f"--val-ratio {args.val_ratio} leaves none of {len(val)} samples to train on. Lower it.")
+    if args.order == "plan" and not args.follow:
+        val = [found[sample.id] for sample in val if sample.id in found]
+        missing = {sample.id for sample in planned} - {row["id"] for row in inputs.index}
+        dropped |= {QUARANTINED: len(missing)} if missing else {}
+    bins_per_step, shuffle = process.world * args.grad_accum, args.order == "shuffle"
+    epochs = [plan_epoch(train, args.batch_tokens, bins_per_step, args.seed, epoch, shuffle) for epoch in range(args.epochs)]
+    if len(epochs[0][0]) < process.world:
+        raise UserError(f"{len(train)} training samples fill {len(epochs[0][0])} micro-batches, fewer than the "
+                        f"{process.world} ranks. Use fewer, or a lower --batch-tokens.")
+    schedule = [(epoch, bins) for epoch, steps in enumerate(epochs) for bins in steps][:args.max_steps]
+    ends = np.cumsum([len(steps) for steps in epochs]).tolist()
+    return Plan(train, val, schedule, ends, found, dropped, agreement, planned, rows)
+
+
+def say_plan(args, plan: Plan, process) -> None:
+    tokens = sum(sample.tokens for sample in plan.train)
+    truncated = sum(sample.truncated for sample in (plan.found.values() or plan.planned))
+    in_loss = sum(sample.counts(1)[0] for sample in plan.train) / tokens
+    checked = "as planned" if args.follow else f"{sum(plan.dropped.values())} skipped"
+    argmax = "" if args.follow else f" | argmax {plan.agreement:.1%}"
+    process.say(f"data {len(plan.train)} train, {len(plan.val)} validation, {checked}, {truncated} truncated | "
+                f"{tokens:,} tokens, {in_loss:.1%} in the loss{argmax} | {plan.total} steps, "
+                f"{min(plan.epoch_ends[0], plan.total)} in the first epoch")
