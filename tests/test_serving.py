@@ -96,7 +96,7 @@ def offline(run):
     def right(row: dict, max_tokens: int):
         start = len(row["prompt_ids"])
         end = start + len(row["response_ids"][:max_tokens])
-        sample = Sample(row["id"], sample_path(run / "hidden_states", row["id"]), end, [[start, end]], np.ones(end - start, np.float32))
+        sample = Sample(row["id"], sample_path(run / "hidden_states", row["id"]), end, start, np.ones(end - start, np.float32))
         _, hits = ttt_pass(draft, collate([sample], STEPS, shape.hidden), [1.0] * STEPS)
         return walk(hits.numpy(), start, end, STEPS, sample.rows(STEPS)[0])
 
