@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from eagle3.drafter import layer_weights
 
 LOSSES = ("ce", "kl", "lk")
+FAST = False
 
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
@@ -166,9 +167,9 @@ def ttt_pass(draft, batch, step_weights, grads=None, kind="ce"):
             positions = batch.positions
             if k:  # only query rows are left
                 embedded, positions = batch.pick(embedded), batch.pick(positions)
-            for l, layer in enumerate(layers):
-                last = l + 1 == shape.layers
-                hidden = draft_layer(draft, layer, hidden, None if l else embedded, positions + k, caches[l], batch, last)
+            for layer, cache in zip(layers, caches):
+                last, fed = layer is layers[-1], embedded if layer is layers[0] else None
+                hidden = draft_layer(draft, layer, hidden, fed, positions + k, cache, batch, last)
             normed = rms_norm(hidden, w["norm"], eps)
             logits = (normed @ w["lm_head"].t()).to(sum_dtype(normed))  # (R, Vd)
             losses = row_loss(logits, target[k:k + len(logits)], kind)
