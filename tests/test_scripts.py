@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from conftest import ROOT, free_port, load_script
+from eagle3.servers import healthy
 
 STAGES = ["01_generate", "02_build_vocab", "03_extract", "04_train", "05_benchmark"]
 SECTION = dict(zip(STAGES, ["generate", "build_vocab", "extract", "train", "benchmark"]))
@@ -157,7 +158,10 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Healthy).serve_forever()
 
     def start(before=""):
         command = f"{before} {sys.executable} {ROOT}/scripts/serve.py --config run.yaml --role plain --log server.log > serve.log 2>&1 & echo $!"
-        shell = subprocess.run(["bash", "-c", f"{command}; until grep -q ready serve.log; do sleep 0.1; done"], cwd=tmp_path, text=True, stdout=subprocess.PIPE, timeout=60)
+        # a hangup that is ignored here (tests behind nohup) would be in the shell and its children too: back to the default
+        shell = subprocess.run(["bash", "-c", f"{command}; until grep -q ready serve.log; do sleep 0.1; done"],
+                               cwd=tmp_path, text=True, stdout=subprocess.PIPE, timeout=60,
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
         pids.append(int(shell.stdout))
         return pids[-1], f"http://127.0.0.1:{port}"
 
@@ -172,7 +176,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Healthy).serve_forever()
 def gone(url: str, seconds: float) -> bool:
     """Whether nobody answers at `url` within so long."""
     deadline = time.monotonic() + seconds
-    while load_script("serve").healthy(url):
+    while healthy(url):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
