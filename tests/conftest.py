@@ -22,6 +22,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on a CPU; must be set before anything imports triton
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 from eagle3.stage import UserError  # noqa: E402

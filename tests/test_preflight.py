@@ -12,7 +12,8 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from conftest import ROOT, TINY_KIMI, free_port, load_script
+from conftest import ROOT, TINY_KIMI, free_port, load_script, run_here
+from eagle3.servers import server_command
 
 preflight = load_script("preflight")
 
@@ -63,7 +64,7 @@ def only(found: list[str], text: str) -> None:
 
 # ---- healthy ----
 def test_nothing_stands_in_the_way_of_the_quickstart(run_file):
-    done = subprocess.run([sys.executable, str(ROOT / "scripts/preflight.py"), "--config", str(run_file())], text=True, capture_output=True)
+    done = run_here("preflight", "--config", run_file())
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[-1].startswith("preflight: ready") and "GPU" not in done.stdout
     assert all(line.startswith("preflight: warning: ") and ": original | role extract | " in line for line in lines[:-1])
@@ -87,15 +88,18 @@ def rewrite(target, change):
     with safe_open(shard(target), "pt") as file:
         tensors = change({name: file.get_tensor(name) for name in file.keys()})
     save_file(tensors, shard(target))
+    index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    kept = {name: file for name, file in index.items() if file != shard(target).name}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept | dict.fromkeys(tensors, shard(target).name)}))
 
 
 FAULTS = {
-    "a shard is missing": (lambda t: shard(t).rename(t / "x"), ["missing, though the index names it", "no embed_tokens"]),
-    "a shard is cut short": (cut, ["its header says"]),
-    "a shard is no safetensors": (lambda t: shard(t).write_bytes(b"\x00" * 100), ["no safetensors header", "no embed_tokens"]),
-    "the index is broken": (lambda t: (t / "model.safetensors.index.json").write_text("{"), ["not a readable index"]),
+    "a shard is missing": (lambda t: shard(t).rename(t / "x"), ["missing, though the index names it"]),
+    "a shard is cut short": (cut, ["damaged or cut short"]),
+    "a shard is no safetensors": (lambda t: shard(t).write_bytes(b"\x00" * 100), ["damaged or cut short"]),
+    "the index is broken": (lambda t: (t / "model.safetensors.index.json").write_text("{"), ["index.json: not readable"]),
     "the embedding is quantised": (lambda t: rewrite(t, lambda w: {k + "_packed": v for k, v in w.items()}), ["quantised?"]),
-    "the embedding is no float": (lambda t: rewrite(t, lambda w: {k: v.char() for k, v in w.items()}), ["is I8"]),
+    "the embedding is no float": (lambda t: rewrite(t, lambda w: {k: v.char() for k, v in w.items()}), ["quantised (I8)"]),
     "no config.json": (lambda t: (t / "config.json").unlink(), ["no readable config.json"]),
     "no tokenizer": (lambda t: [path.unlink() for path in t.glob("tokenizer*")], ["no tokenizer can be loaded"]),
     "another template": (lambda t: (t / "chat_template.jinja").write_text("{{ messages[0].content }}"), ["thinking on", "thinking off"]),
@@ -121,7 +125,7 @@ def test_another_id_of_a_special_token_is_found(run_file, target, capsys):
 
 def test_kimis_own_ids_are_demanded_of_kimis_vocabulary(tmp_path, capsys):
     make = ROOT / "tests/kimi_tokenizer/make.py"
-    config = {"text_config": {"vocab_size": 163840}}
+    config = {"vocab_size": 163840}
     run = {"target": tmp_path / "kimi", "generate": {"trust-remote-code": True}}
     subprocess.run([sys.executable, str(make), str(tmp_path / "kimi")], check=True)
     found = preflight.Findings()
@@ -290,7 +294,7 @@ def test_the_sglang_that_is_looked_at_is_the_servers_own(run_file, tmp_path, cap
 
 def test_roles_that_extend_each_other_are_one_line_and_exit_2(run_file):
     path = run_file(edit("servers", "plain", "extends", value="extract"))
-    done = subprocess.run([sys.executable, str(ROOT / "scripts/preflight.py"), "--config", str(path)], text=True, capture_output=True)
+    done = run_here("preflight", "--config", path)
     assert done.returncode == 2 and done.stderr == "preflight: servers.extract: `extends` goes in a circle.\n"
 
 
@@ -307,8 +311,9 @@ def test_a_bound_on_disk_is_what_must_fit(run_file, monkeypatch, capsys):
 @pytest.mark.parametrize("text", ["[", "run_dir: x\n", ""])
 def test_an_unreadable_run_file_is_one_line_and_exit_2(text, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
-    done = subprocess.run([sys.executable, str(ROOT / "scripts/preflight.py"), "--config", str(tmp_path / "run.yaml")], text=True, capture_output=True)
-    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and "not a readable run file" in done.stderr
+    argv = "preflight", "--config", tmp_path / "run.yaml"
+    done = run_here(*argv) if text else subprocess.run([sys.executable, str(ROOT / "scripts/preflight.py"), *map(str, argv[1:])], text=True, capture_output=True)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and "not a readable" in done.stderr
 
 
 # ---- the run files' servers, as SGLang reads them ----
@@ -331,12 +336,11 @@ for name, argv in json.load(sys.stdin).items():
 
 
 def server_argvs() -> dict[str, list[str]]:
-    serve = load_script("serve")
     found = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         servers = preflight.read_run(path)["servers"]
         for name in servers:
-            argv, _ = serve.server_command(servers, name)
+            argv, _ = server_command(servers, name)
             found[f"{path.stem}:{name}"] = argv[argv.index("--model-path"):]
     return found
 
@@ -359,10 +363,9 @@ def test_the_two_kimi_runs_serve_alike():
 
 
 def test_the_kimi_runs_have_what_the_drafter_needs():
-    serve = load_script("serve")
     for size in ("10k", "100k"):
         servers = preflight.read_run(ROOT / f"configs/kimi-k2.5-{size}.yaml")["servers"]
-        (plain, nccl), (extract, env), (speculative, _) = (serve.server_command(servers, name) for name in ("plain", "extract", "speculative"))
+        (plain, nccl), (extract, env), (speculative, _) = (server_command(servers, name) for name in ("plain", "extract", "speculative"))
         assert nccl == {"NCCL_PROTO": "LL", "NCCL_ALGO": "Ring", "NCCL_P2P_LEVEL": "SYS"}
         assert env == {**nccl, "EAGLE3_CAPTURE_DIR": f"/data/eagle3/synth_{size}_sglang/hidden_states/.incoming", "EAGLE3_CAPTURE_LAYERS": "3,31,59"}
         assert {"--disable-radix-cache", "--disable-prefill-cuda-graph"} <= set(extract) and "--disable-radix-cache" not in plain
