@@ -127,7 +127,8 @@ def test_every_sample_is_there_with_its_ids(undisturbed, rows, capture_dir, resp
         ids = row["prompt_ids"] + row["response_ids"]
         assert tensors["input_ids"].tolist() == ids and entry["tokens"] == len(ids)
         assert tensors["loss_mask"].tolist() == [0] * len(row["prompt_ids"]) + [1] * len(row["response_ids"])
-    assert own_runs(capture_dir, undisturbed) == []  # nothing left of it, nothing of the requests that made the responses:
+    # Nothing is left of it, nothing of the requests that made the responses
+    assert own_runs(capture_dir, undisturbed) == []
     assert all(re.fullmatch(r"[0-9a-f]{12}-\d+-\d+\.\d+", path.name) for path in capture_dir.iterdir())
 
 
@@ -170,7 +171,7 @@ Kill = namedtuple("Kill", "victims point count")
 
 
 def killed(kill: Kill, responses, server, capture_dir, folder: Path) -> None:
-    """One run of 03 with this fault. A server that died alone is started again; 03, which goes on by itself, is stopped."""
+    """One run of 03 with this fault. A server that died alone is started again, 03, which goes on by itself, stopped."""
     argv = [sys.executable, "-u", "-c", FAULT, kill.point, str(kill.count), str(server.process.pid), kill.victims,
             *arguments(responses, folder, server.url, capture_dir)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
