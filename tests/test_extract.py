@@ -171,7 +171,7 @@ Kill = namedtuple("Kill", "victims point count")
 
 
 def killed(kill: Kill, responses, server, capture_dir, folder: Path) -> None:
-    """One run of 03 with this fault. A server that died alone is started again, 03, which goes on by itself, stopped."""
+    """One run of 03 with this fault. A server that died alone is started again; 03, which goes on, is stopped."""
     argv = [sys.executable, "-u", "-c", FAULT, kill.point, str(kill.count), str(server.process.pid), kill.victims,
             *arguments(responses, folder, server.url, capture_dir)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
