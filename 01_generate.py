@@ -45,7 +45,7 @@ from eagle3.responses import part_files  # noqa: E402
 from eagle3.stage import (UserError, log, open_stage, parse_args, read_manifest, run, write_atomic,  # noqa: E402
                           write_manifest)
 from eagle3.store import OFFSET_BITS, Store, cannot_write, mended_rows, sort_rows  # noqa: E402
-from eagle3.tokens import Tokens, load_tokenizer, tokenizer_hash  # noqa: E402
+from eagle3.tokens import STOP, THINK, TOOL, Tokens, load_tokenizer, tokenizer_hash  # noqa: E402
 
 STAGE = "01_generate"
 MAY_CHANGE = {  # flags that may differ when a run is resumed
@@ -96,12 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="given: ask nobody, take the assistant turns of the prompt rows")
     add("--on-mismatch", choices=["rule", "keep", "drop"], default="rule",
         help="rebuilt ids that differ from usage; see above")
-    add("--stop-token", default="<|im_end|>", help="ends a turn")
-    add("--think-tokens", nargs="*", default=["<think>", "</think>"],
-        help="begin and end of reasoning; nothing: the target has none")
-    add("--tool-tokens", nargs="*", help="five marks, or nothing",
-        default=["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
-                 "<|tool_call_argument_begin|>", "<|tool_call_end|>"])
+    add("--stop-token", default=STOP, help="ends a turn")
+    add("--think-tokens", nargs="*", default=THINK, help="begin and end of reasoning; nothing: the target has none")
+    add("--tool-tokens", nargs="*", default=TOOL, help="five marks, or nothing")
     add_bounds(add)
     return parser
 

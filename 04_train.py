@@ -74,10 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_schedule_flags(add)
     add_loss_flags(add)
     add_drafter_flags(add)
-    add("--dtype", choices=("bfloat16", "float32", "float64"), help="of the products (default: bfloat16 on a GPU, else float32)")
+    add("--dtype", choices=("bfloat16", "float32", "float64"), help="of the products (default: bfloat16 on a GPU)")
     add("--export-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one; CUDA_VISIBLE_DEVICES says which")
-    add("--save-every", type=int, default=0, metavar="STEPS", help="evaluate and save so often, besides each epoch's end")
+    add("--save-every", type=int, default=0, metavar="STEPS", help="evaluate and save so often; always at epochs' ends")
     add("--keep-checkpoints", type=int, default=2, help="the latest checkpoints kept; best/ stays besides")
     add("--num-workers", type=int, default=4, help="threads that read samples ahead")
     add("--log-every", type=int, default=20, metavar="STEPS")
@@ -87,11 +87,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_schedule_flags(add) -> None:
     add("--epochs", type=int, default=5)
-    add("--order", choices=("shuffle", "plan"), default="shuffle", help="plan: as 03's plan.jsonl, the order of --follow")
-    add("--follow", action="store_true", help="train on samples as 03_extract lands them: one pass (--epochs 1) in its order, "
-        "validation at the end: every batch is new to the drafter, so each step's figures are held-out ones")
-    add("--release-share", type=float, default=0.25, metavar="F", help="--follow, bounded: save a checkpoint and release what it "
-        "has behind it whenever that is this share of 03's bound (less validation). Smaller: 03 waits less, more checkpoints")
+    add("--order", choices=("shuffle", "plan"), default="shuffle", help="plan: that of 03, and of --follow")
+    add("--follow", action="store_true",
+        help="train on samples as 03_extract lands them: one pass (--epochs 1) in its order, validation at the end: "
+             "every batch is new to the drafter, so each step's figures are held-out ones")
+    add("--release-share", type=float, default=0.25, metavar="F",
+        help="--follow, bounded: save a checkpoint and release what it has behind it whenever that is this share of "
+             "03's bound (less validation). Smaller: 03 waits less, more checkpoints")
     add("--max-steps", type=int, help="stop after this many optimizer steps (the schedule ends there)")
     add("--lr", type=float, default=3e-5, help="peak learning rate")
     add("--scheduler", choices=("cosine", "linear", "constant"), default="cosine")
@@ -110,9 +112,10 @@ def add_schedule_flags(add) -> None:
 def add_loss_flags(add) -> None:
     add("--ttt-steps", type=int, default=3, help="training-time-test steps; serving with N steps needs at least N")
     add("--step-decay", type=float, default=0.8, help="TTT step k weighs this to the k in the loss")
-    add("--step-weights", type=float, nargs="+", metavar="W", help="the weights of the TTT steps, instead of --step-decay")
+    add("--step-weights", type=float, nargs="+", metavar="W", help="one a TTT step, instead of --step-decay")
     add("--num-draft-steps", type=int, help="speculative steps of the predicted accept_length (default: --ttt-steps)")
-    add("--loss", choices=("ce", "kl", "lk"), default="ce", help="soft cross-entropy, KL, or -log of the acceptance probability")
+    add("--loss", choices=("ce", "kl", "lk"), default="ce",
+        help="soft cross-entropy, KL, or -log of the acceptance probability")
     add("--noise-std", type=float, default=0.0, help="EAGLE's uniform noise on the target's states")
     add("--ema", type=float, default=0.0, metavar="DECAY", help="evaluate and export an average of the weights")
 
@@ -128,8 +131,9 @@ def add_drafter_flags(add) -> None:
 
 
 LIMITS = (  # what, whether a value fits, the flags it is said of
-    ("at least 1", lambda x: x >= 1, "epochs max-steps max-seq-len batch-tokens grad-accum ttt-steps num-draft-steps log-every "
-     "keep-checkpoints num-heads num-kv-heads head-dim intermediate-size max-position-embeddings"),
+    ("at least 1", lambda x: x >= 1,
+     "epochs max-steps max-seq-len batch-tokens grad-accum ttt-steps num-draft-steps log-every keep-checkpoints "
+     "num-heads num-kv-heads head-dim intermediate-size max-position-embeddings"),
     ("at least 0", lambda x: 0 <= x < math.inf, "lr weight-decay step-decay noise-std num-workers save-every"),
     ("above 0", lambda x: 0 < x < math.inf, "max-grad-norm rope-theta"),
     ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup-ratio"),
@@ -168,7 +172,8 @@ class Training:
     """One run over a plan, from the last checkpoint on."""
 
     def __init__(self, args, process: Process, inputs: Inputs, plan: Plan, trainer: Trainer, follow: Follow | None):
-        self.args, self.process, self.inputs, self.plan, self.trainer, self.follow = args, process, inputs, plan, trainer, follow
+        self.args, self.process, self.inputs = args, process, inputs
+        self.plan, self.trainer, self.follow = plan, trainer, follow
         self.output, self.K, self.total = args.output_dir, args.ttt_steps, plan.total
         self.warmup = math.ceil(args.warmup_ratio * self.total)
         self.saves = {*plan.epoch_ends, self.total, *range(0, self.total, args.save_every or self.total)}
@@ -201,9 +206,10 @@ class Training:
                 lr = learning_rate(step - 1, self.total, args.lr, self.warmup, args.scheduler)
                 sums = self.trainer.update(batches, sum(map(bool, members)), counts, lr)
                 self.window.add(sums, counts, sum(plan.train[i].tokens for indices in bins for i in indices))
-                if self.pending:  # the step before: the GPU is done with it, or nearly so, and has this one to go on with
+                if self.pending:  # of the step before: the GPU is nearly done with it, and has this one to go on with
                     stop_if_not_finite(*self.pending)
-                self.pending = step, HostCopy(sums), self.output / f"not-finite-{step}-rank{rank}.json", sum(members, [])
+                report = self.output / f"not-finite-{step}-rank{rank}.json"
+                self.pending = step, HostCopy(sums), report, sum(members, [])
                 if follow:
                     follow.behind([plan.train[i] for indices in bins[rank::world] for i in indices])
                 if step in self.saves or step % args.log_every == 0 or step == 1:
@@ -246,7 +252,8 @@ class Training:
         ours = bins[self.process.rank::self.process.world]
         members = [self.present(indices) for indices in ours]
         counted = members if self.follow else map(self.present, bins)  # following, a rank knows only of its own samples
-        counts = sum((np.array(sample.counts(self.K)) for some in counted for sample in some), np.zeros(self.K, np.int64))
+        each = (np.array(sample.counts(self.K)) for some in counted for sample in some)
+        counts = sum(each, np.zeros(self.K, np.int64))
         if self.follow and self.process.world > 1:
             dist.all_reduce(torch.from_numpy(counts))
         return members, counts
@@ -263,11 +270,13 @@ class Training:
             self.metrics.add({"step": step, **metrics})
         seconds = time.monotonic() - window.begun
         left = (time.monotonic() - self.started) / (step - self.done) * (self.total - step)
-        self.process.say(f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | loss {metrics['loss']:.3f} | "
-                         f"loss_k {listed(metrics, 'loss', K)} | full_acc {listed(metrics, 'full_acc', K, 2)} | "
-                         f"cond_acc {listed(metrics, 'cond_acc', K, 2)} | accept_length {metrics['accept_length']:.2f} | "
-                         f"lr {lr:.2e} | {window.tokens / seconds:,.0f} tok/s{gpu_use(window.flops / seconds, self.process.device)}"
-                         f" | data wait {window.waited / seconds:.0%} | eta {duration(left)}")
+        gpu = gpu_use(window.flops / seconds, self.process.device)
+        self.process.say(
+            f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | loss {metrics['loss']:.3f} | "
+            f"loss_k {listed(metrics, 'loss', K)} | full_acc {listed(metrics, 'full_acc', K, 2)} | "
+            f"cond_acc {listed(metrics, 'cond_acc', K, 2)} | accept_length {metrics['accept_length']:.2f} | "
+            f"lr {lr:.2e} | {window.tokens / seconds:,.0f} tok/s{gpu} | data wait {window.waited / seconds:.0%} | "
+            f"eta {duration(left)}")
 
     def validate_and_save(self, step: int) -> None:
         """Evaluate, write checkpoint-<step> and, if it predicts the longest accept_length so far, best/; then
@@ -295,8 +304,8 @@ class Training:
             evaluation = evaluate(self.trainer.draft, val, args, self.process)
         found, prediction = evaluation.metrics, evaluation.prediction
         if not all(map(math.isfinite, found.values())):  # the weights went wrong in this very step, after its loss
-            self.process.say(f"validation loss is not finite after step {step}: stopped, the last checkpoint is untouched. "
-                             "Lower --lr in another --output-dir")
+            self.process.say(f"validation loss is not finite after step {step}: stopped, the last checkpoint is "
+                             "untouched. Lower --lr in another --output-dir")
             sys.exit(1)
         if not self.best or found["accept_length"] > self.best["accept_length"]:
             self.best = {"step": step, "accept_length": found["accept_length"]}
@@ -317,7 +326,8 @@ class Training:
 
     def finish(self, config: dict, versions: dict) -> None:
         """The plot and, last, the manifest."""
-        plan, follow, kept, val, dropped = self.plan, self.follow, list(self.plan.found.values()), self.plan.val, self.plan.dropped
+        plan, follow = self.plan, self.follow
+        kept, val, dropped = list(plan.found.values()), plan.val, plan.dropped
         if follow:
             self.inputs.hashes["hidden_states"] = follow.finish()
             follow.release(self.total)
@@ -330,8 +340,8 @@ class Training:
             counts = {"kept": len(kept), "dropped": dropped, "train": len(plan.train), "validation": len(val),
                       "truncated": sum(sample.truncated for sample in kept), "steps": self.total}
             fixed = {key: value for key, value in config.items() if key not in MAY_CHANGE}
-            write_manifest(self.output, STAGE, config=fixed, inputs=self.inputs.hashes, counts=counts, versions=versions,
-                           best=self.best)
+            write_manifest(self.output, STAGE, config=fixed, inputs=self.inputs.hashes, counts=counts,
+                           versions=versions, best=self.best)
         if self.process.world > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -342,8 +352,8 @@ def stop_if_not_finite(step: int, sums: HostCopy, path: Path, samples: list) -> 
     if not torch.isfinite(sums.read()).all():
         batch = {"step": step, "samples": [str(sample.path) for sample in samples]}
         write_atomic(path, json.dumps(batch, indent=1) + "\n")
-        log(f"loss is not finite in step {step}: stopped; the batch is named in {path}, the last checkpoint is untouched. "
-            "Look at its samples, or lower --lr in another --output-dir")
+        log(f"loss is not finite in step {step}: stopped; the batch is named in {path}, the last checkpoint is "
+            "untouched. Look at its samples, or lower --lr in another --output-dir")
         sys.exit(1)
 
 
@@ -367,7 +377,8 @@ def make_drafter(args, inputs: Inputs, head: torch.Tensor, process: Process) -> 
 
 def resolved_config(args, inputs: Inputs, process: Process) -> dict:
     """All that the run hangs on, by flag; what is not in MAY_CHANGE must stay as it is over resumes."""
-    config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else value
+              for key, value in vars(args).items()}
     return config | {"dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
                      "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()}
 
@@ -384,9 +395,10 @@ def main(argv: list[str]) -> None:
     if process.world > 1:
         dist.barrier()
         if not (output / "stage.json").exists():
-            raise UserError(f"{output}: rank {process.rank} does not see what rank 0 wrote there. All nodes must share the "
-                            "filesystem of --output-dir.")
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "sglang": inputs.facts["sglang_version"]}
+            raise UserError(f"{output}: rank {process.rank} does not see what rank 0 wrote there. All nodes must share "
+                            "the filesystem of --output-dir.")
+    versions = {"python": platform.python_version(), "torch": torch.__version__,
+                "sglang": inputs.facts["sglang_version"]}
     gpu = torch.cuda.get_device_name(process.device) if process.device.type == "cuda" else "cpu"
     say(f"config {json.dumps(config)}")
     say(f"versions {json.dumps(versions)} | {process.world} x {gpu}")
@@ -405,9 +417,9 @@ def main(argv: list[str]) -> None:
     del head
     trainer = Trainer(draft, args)
     training = Training(args, process, inputs, plan, trainer, follow)
-    which = "fused" if trainer.ttt.__name__.endswith("fused") else "plain (the slow one: fused kernels need a GPU and bfloat16)"
-    say(f"drafter {draft.master.flat.numel() / 1e6:.2f}M trained | {json.dumps(inputs.config_json['eagle_config'])} | "
-        f"pass {which}")
+    slow = "" if trainer.ttt.FAST else " | pass: plain, the slow one (the fused one needs a GPU and bfloat16)"
+    layers = json.dumps(inputs.config_json["eagle_config"])
+    say(f"drafter {draft.master.flat.numel() / 1e6:.2f}M trained | {layers}{slow}")
     training.train()
     training.finish(config, versions)
     say(f"done: {output}")

@@ -4,10 +4,12 @@
     python3 patches/sglang_patch.py status --sglang-path /opt/venv/lib/python3.12/site-packages/sglang
     python3 patches/sglang_patch.py restore
 
-Writes  one call into srt/models/deepseek_v2.py (the original is kept beside it) and srt/eagle3_capture.py, a copy of this folder's
+Writes  one call into srt/models/deepseek_v2.py (the original is kept beside it) and srt/eagle3_capture.py, a copy of
+        this folder's
 Reads   patches/versions.json: SGLang release -> sha256 of the deepseek_v2.py it came with
 Exit    0; 2 with one line where the release or the file is not one of those: nothing is touched then
-Start the server anew after `apply` or `restore`. Without EAGLE3_CAPTURE_DIR set, a patched server behaves as the original.
+Start the server anew after `apply` or `restore`. Without EAGLE3_CAPTURE_DIR set, a patched server behaves as the
+original.
 """
 import argparse
 import hashlib
@@ -49,17 +51,21 @@ class UserError(Exception):
 
 
 def write_atomic(path: Path, data: bytes | str, like: Path) -> None:
-    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones. Its permissions are those of `like`."""
+    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones. Its permissions are those
+    of `like`."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_bytes(data.encode() if isinstance(data, str) else data)
     shutil.copymode(like, temporary)
+    sync(temporary)
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the rename itself must survive a power cut
-    os.close(folder)
+    sync(path.parent)  # the rename itself must survive a power cut
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, last."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def sha256(text: str) -> str:
@@ -67,9 +73,11 @@ def sha256(text: str) -> str:
 
 
 def insert(original: str, path: Path) -> str:
-    """`original` with the call in it, compiled once to be sure. Raises UserError where the anchor does not stand exactly once."""
-    if original.count(ANCHOR + AFTER) != 1:
-        raise UserError(f"{path}: the place for the call stands there {original.count(ANCHOR + AFTER)} times, expected once. "
+    """`original` with the call in it, compiled once to be sure. Raises UserError where the anchor does not stand
+    exactly once."""
+    found = original.count(ANCHOR + AFTER)
+    if found != 1:
+        raise UserError(f"{path}: the place for the call stands there {found} times, expected once. "
                         "This SGLang needs a patch of its own.")
     patched = original.replace(ANCHOR + AFTER, ANCHOR + CALL + AFTER)
     try:
@@ -90,7 +98,8 @@ class Installation:
         try:
             self.text = self.target.read_bytes().decode()
         except (OSError, UnicodeDecodeError):
-            raise UserError(f"{self.target}: not readable. Name the sglang package folder with --sglang-path.") from None
+            raise UserError(f"{self.target}: not readable. "
+                            "Name the sglang package folder with --sglang-path.") from None
         self.version = self.read_version()
         self.original = INSERTED.sub("", self.text)  # what the file is without our call
         self.patched = self.original != self.text
@@ -102,20 +111,22 @@ class Installation:
         except (OSError, TypeError):
             found = [path.name.split("-")[1] for path in self.folder.parent.glob("sglang-*.dist-info")]
         if len(found) != 1:
-            raise UserError(f"{self.folder}: no _version.py and {len(found)} sglang-*.dist-info folders beside it, so its version is unknown.")
+            raise UserError(f"{self.folder}: no _version.py and {len(found)} sglang-*.dist-info folders beside it, "
+                            "so its version is unknown.")
         return found[0].removesuffix(".dist")
 
     def known(self, versions: dict[str, str]) -> bool:
         """A release's own file, or one that --add-version put in as `<release>+<hash>`."""
-        return sha256(self.original) in [known for key, known in versions.items() if key.split("+eagle3.")[0] == self.version]
+        here = sha256(self.original)
+        return any(key.split("+eagle3.")[0] == self.version and known == here for key, known in versions.items())
 
     def require_known(self, versions: dict[str, str]) -> None:
         if not self.known(versions):
             releases = {key.split("+eagle3.")[0] for key in versions}
             what = ("its deepseek_v2.py is not the one that release came with" if self.version in releases
                     else f"not in {VERSIONS.name} (known: {', '.join(sorted(releases, key=release_order))})")
-            raise UserError(f"{self.folder}: SGLang {self.version}: {what}. Nothing was changed. Install a known release, or, if you "
-                            "know this file, add it with `apply --add-version`.")
+            raise UserError(f"{self.folder}: SGLang {self.version}: {what}. Nothing was changed. "
+                            "Install a known release, or, if you know this file, add it with `apply --add-version`.")
 
 
 def release_order(version: str) -> list[int]:
@@ -160,10 +171,13 @@ def status(there: Installation, versions: dict[str, str]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("apply", "restore", "status"))
-    parser.add_argument("--sglang-path", type=Path, metavar="DIR", help="the sglang package folder (default: the one this Python imports)")
-    parser.add_argument("--add-version", action="store_true", help=f"apply: put this file's hash into {VERSIONS.name} first")
+    parser.add_argument("--sglang-path", type=Path, metavar="DIR",
+                        help="the sglang package folder (default: the one this Python imports)")
+    parser.add_argument("--add-version", action="store_true",
+                        help=f"apply: put this file's hash into {VERSIONS.name} first")
     args = parser.parse_args(argv)
     folder = args.sglang_path
     if folder is None:
@@ -173,10 +187,11 @@ def main(argv: list[str]) -> None:
         folder = Path(spec.submodule_search_locations[0])
     there, versions = Installation(folder), json.loads(VERSIONS.read_text())
     try:
-        outcome = {"apply": lambda: apply(there, versions, args.add_version), "restore": lambda: restore(there, versions),
-                   "status": lambda: status(there, versions)}[args.command]()
+        outcome = apply(there, versions, args.add_version) if args.command == "apply" \
+            else restore(there, versions) if args.command == "restore" else status(there, versions)
     except OSError as error:
-        remedy = "Run this as the user who owns that SGLang" if isinstance(error, PermissionError) else "Mend that and run this again"
+        remedy = ("Run this as the user who owns that SGLang" if isinstance(error, PermissionError)
+                  else "Mend that and run this again")
         raise UserError(f"{error.filename or folder}: {error.strerror}. {remedy}.") from None
     print(f"sglang {there.version} at {folder}: {outcome}")
 

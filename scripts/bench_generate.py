@@ -1,17 +1,17 @@
-"""How fast is 01_generate.py itself? Against a stub that answers at once, and against a real server beside a bare load generator.
+"""How fast is 01_generate.py itself? Against a stub that answers at once: answers/s on one client core, and memory over
+the rows. Against a real server: its tok/s and those of a bare load generator, in turns.
 
-    python scripts/bench_generate.py stub --rows 20000 --concurrency 256      answers/s on one client core, memory over the rows
+    python scripts/bench_generate.py stub --rows 20000 --concurrency 256
     python scripts/bench_generate.py engine --base-url http://127.0.0.1:30000 --prompts configs/quickstart_prompts.jsonl
-                                                                              tok/s of 01 and of a bare generator, in turns
 
-The stub is a process of its own on another core where there is one. CPU seconds are the client's own, from its first request to its last.
+The stub is a process of its own on another core where there is one. CPU seconds are the client's own, from its first
+request to its last.
 """
 import argparse
 import asyncio
 import json
 import os
 import re
-import runpy
 import statistics
 import subprocess
 import sys
@@ -23,6 +23,10 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from eagle3.prompts import safe_id  # noqa: E402
+from eagle3.responses import part_files, read_jsonl  # noqa: E402
+
 TINY = ROOT / "scripts/tiny_kimi"
 
 
@@ -30,8 +34,8 @@ def stub(port: int, n_words: int) -> None:
     """Answers POST with one fixed chat completion, GET /stats with [requests, seconds between first and last]."""
     text = "the value of the object is returned as it was given to the call " * (n_words // 13 + 1)
     message = {"role": "assistant", "content": text, "reasoning_content": text[:200]}
-    body = json.dumps({"id": "gen", "model": "m", "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
-                       "usage": {"prompt_tokens": 20, "completion_tokens": n_words}}).encode()
+    body = json.dumps({"id": "gen", "model": "m", "usage": {"prompt_tokens": 20, "completion_tokens": n_words},
+                       "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}).encode()
     seen = [0, 0.0, 0.0]
 
     async def serve(reader, writer):
@@ -44,7 +48,8 @@ def stub(port: int, n_words: int) -> None:
                     await reader.readexactly(int(re.search(rb"(?i)content-length: (\d+)", head)[1]))
                     seen[0], seen[1], seen[2] = seen[0] + 1, seen[1] or time.monotonic(), time.monotonic()
                     answer = body
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+                head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
+                writer.write(head + answer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
@@ -58,7 +63,8 @@ def stub(port: int, n_words: int) -> None:
 def cpu_and_rss(pid: int) -> tuple[float, float]:
     """CPU seconds used so far and resident MiB now."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    rss = next(line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    rss = next(line.split()[1] for line in status if line.startswith("VmRSS"))
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(rss) / 1024
 
 
@@ -67,12 +73,14 @@ def bench_stub(args) -> None:
         file, url = Path(folder) / "p.jsonl", f"http://127.0.0.1:{args.port}"
         with open(file, "w") as out:
             for i in range(args.rows):
-                out.write(json.dumps({"id": f"p{i}", "prompt": f"Question {i}: what does the function return, and when?"}) + "\n")
+                prompt = f"Question {i}: what does the function return, and when?"
+                out.write(json.dumps({"id": f"p{i}", "prompt": prompt}) + "\n")
         cores = sorted(os.sched_getaffinity(0))
         server = subprocess.Popen([sys.executable, __file__, "serve", str(args.port), str(args.words)],
                                   preexec_fn=lambda: os.sched_setaffinity(0, cores[-1:]))
-        argv = ["--prompts", file, "--base-url", f"{url}/v1", "--api", "openai", "--model", "m", "--tokenizer", TINY, "--output-dir",
-                f"{folder}/out", "--concurrency", args.concurrency, "--on-mismatch", "keep", "--log-interval", 60]
+        argv = ["--prompts", file, "--base-url", f"{url}/v1", "--api", "openai", "--model", "m", "--tokenizer", TINY,
+                "--output-dir", f"{folder}/out", "--concurrency", args.concurrency, "--on-mismatch", "keep",
+                "--log-interval", 60]
         client = subprocess.Popen([sys.executable, "-u", ROOT / "01_generate.py", *map(str, argv)],
                                   env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
                                   preexec_fn=lambda: os.sched_setaffinity(0, cores[:1]))
@@ -95,10 +103,11 @@ def bench_stub(args) -> None:
         finally:
             server.kill()
         per_cpu = (args.rows - first_n) / (marks[1.0][0] - begin)
-        print(f"{args.rows:,} answers of {args.words} words at concurrency {args.concurrency}: {n / seconds:.0f} answers/s, "
-              f"{per_cpu:.0f} a CPU second of the client")
+        print(f"{args.rows:,} answers of {args.words} words at concurrency {args.concurrency}: {n / seconds:.0f} "
+              f"answers/s, {per_cpu:.0f} a CPU second of the client")
         print("resident MiB of the client at 10, 25, 50, 75, 100 % of the rows: "
-              + ", ".join(f"{rss:.0f}" for _, rss in marks.values()) + f"; most of all, sorting and report included: {last:.0f}")
+              + ", ".join(f"{rss:.0f}" for _, rss in marks.values())
+              + f"; most of all, sorting and report included: {last:.0f}")
 
 
 async def bare(url: str, requests: list[dict], concurrency: int) -> tuple[int, float]:
@@ -117,18 +126,17 @@ async def bare(url: str, requests: list[dict], concurrency: int) -> tuple[int, f
 
 def bench_engine(args) -> None:
     speeds = {"01": [], "bare": []}
-    safe_id = runpy.run_path(str(ROOT / "01_generate.py"))["safe_id"]
-    names = [safe_id(json.loads(line)["id"]) for line in open(args.prompts)][:args.limit]
+    names = [safe_id(row["id"]) for row in read_jsonl(Path(args.prompts))][:args.limit]
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(args.repeats + 1):  # the first round warms the server up and is not counted
             out = Path(folder) / str(turn)
-            argv = ["--prompts", args.prompts, "--limit", args.limit, "--base-url", args.base_url, "--tokenizer", args.tokenizer,
-                    "--output-dir", out, "--concurrency", args.concurrency, "--max-tokens", args.max_tokens,
-                    "--temperature", 0, "--log-interval", 600]
-            done = subprocess.run([sys.executable, "-u", ROOT / "01_generate.py", *map(str, argv)], stdout=subprocess.PIPE, text=True,
-                                  check=True)
+            argv = ["--prompts", args.prompts, "--limit", args.limit, "--base-url", args.base_url, "--tokenizer",
+                    args.tokenizer, "--output-dir", out, "--concurrency", args.concurrency, "--max-tokens",
+                    args.max_tokens, "--temperature", 0, "--log-interval", 600]
+            done = subprocess.run([sys.executable, "-u", ROOT / "01_generate.py", *map(str, argv)], check=True,
+                                  stdout=subprocess.PIPE, text=True)
             line = [line for line in done.stdout.splitlines() if " answers/s " in line][-1]
-            rows = {row["id"]: row for part in sorted(out.glob("part-*.jsonl")) for row in map(json.loads, part.open())}
+            rows = {row["id"]: row for part in part_files(out) for row in read_jsonl(part)}
             rows = [rows[f"{name}-t0"] for name in names]  # the bare generator asks in the same order
             requests = [{"input_ids": row["prompt_ids"], "sampling_params": {
                 "max_new_tokens": args.max_tokens, "temperature": 0,

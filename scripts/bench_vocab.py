@@ -1,14 +1,14 @@
-"""How fast is 02_build_vocab.py, and how much memory does it take? On answers made up at Kimi's vocabulary and the real length mix.
+"""How fast is 02_build_vocab.py, and how much memory does it take? On answers made up at Kimi's vocabulary and the real
+length mix.
 
-    python scripts/bench_vocab.py --tokens 88000000            about 1.2 GB of rows in a temporary folder, then one timed run
+    python scripts/bench_vocab.py --tokens 88000000      about 1.2 GB of rows in a temporary folder, then one timed run
 
-Rows look as 01 writes them: log-normal lengths of mean 1,730 cut at 4,096, a third of them prompt, Zipf ids, text of 4 bytes a token.
+Rows look as 01 writes them: log-normal lengths of mean 1,730 cut at 4,096, a third of them prompt, Zipf ids, text of 4
+bytes a token.
 """
 import argparse
-import hashlib
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -18,8 +18,14 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from eagle3.responses import Answer, Question, answer_row, part_name  # noqa: E402
+from eagle3.stage import sha256_file, write_manifest  # noqa: E402
+from eagle3.store import ROWS_PER_PART  # noqa: E402
+from eagle3.tokens import tokenizer_hash  # noqa: E402
+
 TINY = ROOT / "scripts/tiny_kimi"
-VOCAB, ROWS_PER_PART = 163840, 10_000
+VOCAB = 163840
 
 
 def write_rows(folder: Path, tokens: int) -> tuple[dict, int]:
@@ -28,23 +34,23 @@ def write_rows(folder: Path, tokens: int) -> tuple[dict, int]:
     id_of_rank = generator.permutation(VOCAB)  # frequent ids have as many digits as rare ones
     text = "The value of the object is returned as it was given. " * 400
     while left > 0:
-        name = f"part-{len(files):05d}.jsonl"
+        name = part_name(len(files))
         with open(folder / name, "wb") as file:
             for _ in range(ROWS_PER_PART):
                 length = int(min(4096, max(32, generator.lognormal(np.log(1730) - 0.32, 0.8))))
                 n_prompt = length // 3
                 n_answer = min(length - n_prompt, left)
                 ids = id_of_rank[np.minimum(generator.zipf(1.2, n_prompt + n_answer), VOCAB) - 1].tolist()
-                row = {"id": f"row-{n_rows}-t0", "source": "bench", "messages": [{"role": "user", "content": text[:4 * n_prompt]}],
-                       "reasoning": None, "content": text[:4 * n_answer], "tool_calls": [], "finish_reason": "stop", "model": "m",
-                       "provider": "sglang", "usage": {"prompt_tokens": n_prompt, "completion_tokens": n_answer},
-                       "prompt_ids": ids[:n_prompt], "response_ids": ids[n_prompt:], "ids_source": "server", "flags": []}
+                messages = [{"role": "user", "content": text[:4 * n_prompt]}]
+                usage = {"prompt_tokens": n_prompt, "completion_tokens": n_answer}
+                answer = Answer(text[:4 * n_answer], None, [], "stop", usage, model="m", provider="sglang")
+                row = answer_row(Question(f"row-{n_rows}-t0", "bench", messages, None, ids[:n_prompt]), answer,
+                                 ids[n_prompt:], "server")
                 file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
                 n_rows, left = n_rows + 1, left - n_answer
                 if left <= 0:
                     break
-        with open(folder / name, "rb") as file:
-            files[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        files[name] = sha256_file(folder / name)
     return files, n_rows
 
 
@@ -71,24 +77,23 @@ def main() -> None:
         data = Path(folder) / "responses"
         data.mkdir()
         files, n_rows = write_rows(data, args.tokens)
-        tokenizer = runpy.run_path(str(ROOT / "02_build_vocab.py"))["tokenizer_hash"](TINY)
-        manifest = {"schema": 1, "stage": "01_generate", "inputs": {"tokenizer": tokenizer}, "counts": {"kept": n_rows, "dropped": {}},
-                    "files": files}
-        (data / "manifest.json").write_text(json.dumps(manifest))
+        write_manifest(data, "01_generate", inputs={"tokenizer": tokenizer_hash(TINY)},
+                       counts={"kept": n_rows, "dropped": {}}, files=files)
         size = sum(path.stat().st_size for path in data.iterdir())
         print(f"{n_rows:,} rows, {args.tokens:,} answer tokens, {size / 1e9:.2f} GB written", flush=True)
         begin, peak = time.monotonic(), 0.0
-        process = subprocess.Popen([sys.executable, "-u", ROOT / "02_build_vocab.py", "--data-dir", data, "--tokenizer", TINY,
-                                    "--output-dir", f"{folder}/vocab", "--draft-vocab-size", "32000", "--target-vocab-size", str(VOCAB),
-                                    "--workers", str(args.workers)])
+        argv = ["--data-dir", data, "--tokenizer", TINY, "--output-dir", f"{folder}/vocab", "--draft-vocab-size", 32000,
+                "--target-vocab-size", VOCAB, "--workers", args.workers]
+        process = subprocess.Popen([sys.executable, "-u", ROOT / "02_build_vocab.py", *map(str, argv)])
         while process.poll() is None:
             peak = max(peak, memory_of(process.pid))
             time.sleep(0.2)
         seconds = time.monotonic() - begin
         assert process.returncode == 0
         used = os.times()
-        print(f"{args.tokens:,} tokens in {seconds:.1f} s ({args.tokens / seconds / 1e6:.1f}M tok/s) with {args.workers} workers; "
-              f"at most {peak:.0f} MiB for all its processes; {used.children_user + used.children_system:.0f} CPU seconds")
+        print(f"{args.tokens:,} tokens in {seconds:.1f} s ({args.tokens / seconds / 1e6:.1f}M tok/s) "
+              f"with {args.workers} workers; at most {peak:.0f} MiB for all its processes; "
+              f"{used.children_user + used.children_system:.0f} CPU seconds")
 
 
 if __name__ == "__main__":

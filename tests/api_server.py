@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Reply:
-    """One HTTP answer. body: an object (sent as JSON), a string (sent as it stands). cut: bytes after which the connection is reset;
-    drip: seconds between two bytes of the body."""
+    """One HTTP answer. body: an object (sent as JSON), a string (sent as it stands). cut: bytes after which the
+    connection is reset; drip: seconds between two bytes of the body."""
     body: object
     status: int = 200
     headers: dict = field(default_factory=dict)
@@ -25,9 +25,11 @@ class Reply:
 
 def chat(content, *, finish="stop", prompt_tokens=9, completion_tokens=None, cost=None, **message) -> dict:
     """A chat completion body. completion_tokens None: no usage."""
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, **({"cost": cost} if cost is not None else {})}
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+             **({"cost": cost} if cost is not None else {})}
     return {"id": "gen-1", "object": "chat.completion", "model": "m",
-            "choices": [{"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": content, **message}}],
+            "choices": [{"index": 0, "finish_reason": finish,
+                         "message": {"role": "assistant", "content": content, **message}}],
             **({"usage": usage} if completion_tokens is not None else {})}
 
 
@@ -40,9 +42,11 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class LocalServer:
-    """Serves on a free port inside its `with` block."""
+    """Serves on a free port inside its `with` block. session: a test raises it when it starts the client anew."""
 
     def __init__(self, handler):
+        self.session, self.victim, self.answers_left, self.lock = 0, None, 0, threading.Lock()
+
         class Server(ThreadingHTTPServer):
             request_queue_size = 512
 
@@ -63,15 +67,26 @@ class LocalServer:
         self.server.shutdown()
         self.server.server_close()
 
+    def kill_at(self, answers: int, client):
+        """kill -9 the client when so many answers from now on are ready: it dies before the last of them is sent."""
+        self.victim, self.answers_left = client, answers
+
+    def count_answer(self):
+        with self.lock:
+            self.answers_left -= 1
+            if self.answers_left == 0:
+                self.victim.kill()
+
 
 class ApiServer(LocalServer):
-    """with ApiServer(answer) as api: answer(body, nth) -> Reply, nth counting from 0 the requests with this last message.
+    """with ApiServer(answer) as api: answer(body, nth) -> Reply, nth counting from 0 the requests with this message.
 
-    `requests` holds (time, last message's content, body, headers) of each request in order of arrival; `asked` counts them by content.
+    `requests` holds (time, last message's content, body, headers) of each request in order of arrival; `asked` counts
+    them by content.
     """
 
     def __init__(self, answer):
-        self.requests, self.asked, self.dead, self.probe_status, lock = [], Counter(), False, 404, threading.Lock()
+        self.requests, self.asked, self.dead, self.probe_status = [], Counter(), False, 404
 
         class Handler(QuietHandler):
             def do_GET(handler):  # what is probed at the start: this is no SGLang
@@ -83,16 +98,18 @@ class ApiServer(LocalServer):
                 if self.dead:
                     handler.close_connection = True
                     return
-                with lock:
+                with self.lock:
                     nth = self.asked[content]
                     self.asked[content] += 1
                     self.requests.append((time.monotonic(), content, body, dict(handler.headers)))
                 reply = answer(body, nth)
                 time.sleep(reply.delay)
+                self.count_answer()
                 data = (reply.body if isinstance(reply.body, str) else json.dumps(reply.body)).encode()
                 try:
                     handler.send_response(reply.status)
-                    for name, value in {"Content-Type": "application/json", **reply.headers, "Content-Length": str(len(data))}.items():
+                    for name, value in {"Content-Type": "application/json", **reply.headers,
+                                        "Content-Length": str(len(data))}.items():
                         handler.send_header(name, value)
                     handler.end_headers()
                     for byte in data if reply.drip else ():
@@ -101,7 +118,8 @@ class ApiServer(LocalServer):
                     if not reply.drip:
                         handler.wfile.write(data[:reply.cut])
                     if reply.cut is not None:
-                        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST, not FIN
+                        # RST, not FIN
+                        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         handler.connection.close()
                         handler.close_connection = True
                 except OSError:  # the client was killed
@@ -117,13 +135,13 @@ class ApiServer(LocalServer):
 
 
 class CountingProxy(LocalServer):
-    """with CountingProxy(url) as proxy: passes everything on to the server at `url` and notes each /generate by its input_ids.
+    """with CountingProxy(url) as proxy: passes everything on to the server at `url`, notes each /generate by its ids.
 
-    `asked` is a list of (session, input_ids as a tuple); a test raises `session` when it starts the client anew.
+    `asked` is a list of (session, input_ids as a tuple).
     """
 
     def __init__(self, url: str):
-        self.asked, self.session, lock = [], 0, threading.Lock()
+        self.asked = []
 
         class Handler(QuietHandler):
             def do_GET(handler):
@@ -132,7 +150,7 @@ class CountingProxy(LocalServer):
             def do_POST(handler):
                 body = handler.rfile.read(int(handler.headers["Content-Length"]))
                 if handler.path == "/generate":
-                    with lock:
+                    with self.lock:
                         self.asked.append((self.session, tuple(json.loads(body)["input_ids"])))
                 handler.pass_on(body)
 
@@ -146,6 +164,8 @@ class CountingProxy(LocalServer):
                 except OSError:  # the server died: so does this connection
                     handler.close_connection = True
                     return
+                if handler.path == "/generate":
+                    self.count_answer()
                 try:
                     handler.send_response(status)
                     handler.send_header("Content-Type", "application/json")

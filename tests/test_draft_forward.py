@@ -80,6 +80,14 @@ if __name__ == "__main__":
 
 from conftest import load_script  # noqa: E402
 from train_reference import random_sample, write_hidden_states, write_target  # noqa: E402
+from eagle3.batches import Sample, collate  # noqa: E402
+from eagle3.drafter import Drafter, Shape, draft_config  # noqa: E402
+from eagle3.inputs import draft_shape  # noqa: E402
+from eagle3.stage import UserError  # noqa: E402
+from eagle3.states import sample_path  # noqa: E402
+from eagle3.target import captured_layers, layer_ids  # noqa: E402
+from eagle3 import ttt  # noqa: E402
+from eagle3.ttt import ttt_pass  # noqa: E402
 
 train = load_script("04_train")
 
@@ -90,8 +98,8 @@ def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int):
     tensors = load_file(target / "model.safetensors")
     embed, head = tensors["language_model.model.embed_tokens.weight"], tensors["language_model.lm_head.weight"]
     draft_ids = torch.from_numpy(np.sort(np.random.default_rng(1).choice(512, 300, replace=False)))
-    shape = train.Shape(64, heads, kv_heads, head_dim, 96, 512, 300, 1e-5, 50000.0, 4096)
-    draft = train.Drafter(shape, torch.float32, torch.device("cpu"), embed, head[draft_ids], draft_ids, 128)
+    shape = Shape(64, heads, kv_heads, head_dim, 96, 512, 300, 1e-5, 50000.0, 4096)
+    draft = Drafter(shape, torch.float32, torch.device("cpu"), embed, head[draft_ids], draft_ids, 128)
     draft.initialise(0)
     generator = torch.Generator().manual_seed(5)
     for view in draft.master.views.values():
@@ -99,7 +107,7 @@ def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int):
             view.add_(torch.randn(view.shape, generator=generator) * 0.2)  # norm weights of 1 would hide a swapped one
     (work / "draft").mkdir()
     save_file(draft.export(draft.master, torch.float32), work / "draft/model.safetensors", {"format": "pt"})
-    config = train.draft_config(shape, {"bos_token_id": 0, "eos_token_id": 1}, [1, 3, 5], "float32")
+    config = draft_config(shape, {"bos_token_id": 0, "eos_token_id": 1}, [1, 3, 5], "float32")
     (work / "draft/config.json").write_text(json.dumps(config))
     sample = random_sample(LENGTH, "all", head, np.random.default_rng(2))
     save_file({"embed": embed, **sample}, work / "input.safetensors")
@@ -113,11 +121,10 @@ def test_sglang_computes_the_same_logits(tmp_path, monkeypatch):
     assert (tmp_path / "sglang.safetensors").is_file(), done.stderr[-3000:]
     theirs = load_file(tmp_path / "sglang.safetensors")
 
-    ours, original = [], train.soft_cross_entropy
-    monkeypatch.setattr(train, "soft_cross_entropy", lambda logits, *rest: (ours.append(logits.clone()), original(logits, *rest))[1])
-    spans = train.mask_spans(sample["loss_mask"])
-    packed = train.Sample("a", train.sample_path(tmp_path / "hidden_states", "a"), LENGTH, spans, np.ones(LENGTH, np.float32))
-    train.ttt_pass(draft, train.collate([packed], STEPS, 64), [1.0] * STEPS)
+    ours, original = [], ttt.row_loss
+    monkeypatch.setattr(ttt, "row_loss", lambda logits, *rest: (ours.append(logits.clone()), original(logits, *rest))[1])
+    packed = Sample("a", sample_path(tmp_path / "hidden_states", "a"), LENGTH, 0, np.ones(LENGTH, np.float32))
+    ttt_pass(draft, collate([packed], STEPS, 64), [1.0] * STEPS)
     assert packed.rows(STEPS) == (0, LENGTH - 2, LENGTH - 2) and len(ours) == STEPS  # row p of ours[k]: step k at position p
     assert ours[0].abs().max() > 1
     for n in PREFIXES:
@@ -147,29 +154,29 @@ def from_0_5_13(layer_ids, num_layers):
 def test_exported_layer_ids_lead_both_rules_to_the_layers(layers):
     for version in ("0.5.10", "0.5.11.post1", "0.5.12"):
         if layers[0] == 0:
-            with pytest.raises(train.UserError, match="cannot capture"):
-                train.layer_ids(layers, version)
+            with pytest.raises(UserError, match="cannot capture"):
+                layer_ids(layers, version)
         else:
-            assert up_to_0_5_12(train.layer_ids(layers, version), 61) == layers == train.captured_layers(train.layer_ids(layers, version), version)
+            assert up_to_0_5_12(layer_ids(layers, version), 61) == layers == captured_layers(layer_ids(layers, version), version)
     for version in ("0.5.13", "0.5.15.post1", "0.5.23"):
-        assert from_0_5_13(train.layer_ids(layers, version), 61) == layers == train.captured_layers(train.layer_ids(layers, version), version)
-    config = train.draft_config(train.Shape(64, 4, 4, 16, 96, 512, 300, 1e-5, 5e4, 4096), {}, train.layer_ids([3, 31, 59], "0.5.12"), "bfloat16")
+        assert from_0_5_13(layer_ids(layers, version), 61) == layers == captured_layers(layer_ids(layers, version), version)
+    config = draft_config(Shape(64, 4, 4, 16, 96, 512, 300, 1e-5, 5e4, 4096), {}, layer_ids([3, 31, 59], "0.5.12"), "bfloat16")
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 30, 58]  # the only place SGLang looks at
 
 
 def test_layers_that_no_ids_express_are_refused():
-    with pytest.raises(train.UserError, match="cannot capture layers"):
-        train.layer_ids([1, 4, 6], "0.5.23")  # [1, ...] would be read as 2, ..., and [0, ...] as 0
-    assert up_to_0_5_12(train.layer_ids([1, 4, 6], "0.5.12"), 61) == [1, 4, 6]
+    with pytest.raises(UserError, match="cannot capture layers"):
+        layer_ids([1, 4, 6], "0.5.23")  # [1, ...] would be read as 2, ..., and [0, ...] as 0
+    assert up_to_0_5_12(layer_ids([1, 4, 6], "0.5.12"), 61) == [1, 4, 6]
 
 
 def test_kimis_sizes_are_exported_as_they_are():
     """7168 / 64 would be 112; Kimi's heads are 128 wide. target_hidden_size, norm_output and norm_before_residual stay out."""
     target = {"hidden_size": 7168, "vocab_size": 163840, "num_attention_heads": 64, "v_head_dim": 128, "intermediate_size": 18432,
               "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 262144}
-    shape = train.draft_shape(train.build_parser().parse_args([]), target, 32000)
-    config = train.draft_config(shape, target, [3, 31, 59], "bfloat16")
+    shape = draft_shape(train.build_parser().parse_args([]), target, 32000)
+    config = draft_config(shape, target, [3, 31, 59], "bfloat16")
     assert (config["head_dim"], config["num_key_value_heads"], config["max_position_embeddings"]) == (128, 8, 262144)
     assert not {"target_hidden_size", "norm_output", "norm_before_residual", "rope_scaling"} & set(config)
     assert shape.weights()["q_hidden"] == (8192, 7168) and shape.weights()["fc"] == (7168, 21504)
-    assert round(sum(map(np.prod, train.Shape(7168, 64, 64, 128, 18432, 163840, 32000, 1e-5, 5e4, 262144).weights().values())) / 1e6) == 1191  # DESIGN 8
+    assert round(sum(map(np.prod, Shape(7168, 64, 64, 128, 18432, 163840, 32000, 1e-5, 5e4, 262144).weights().values())) / 1e6) == 1191  # DESIGN 8

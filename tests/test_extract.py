@@ -1,9 +1,7 @@
-"""03_extract on the real engine: killed and resumed it ends in the same bytes; each kind of damage is found; a full disk loses nothing."""
+"""03_extract on the real engine: killed and resumed it ends in the same bytes; each kind of damage is found; a full
+disk loses nothing."""
 import contextlib
-import fcntl
-import gc
 import hashlib
-import http.server
 import itertools
 import json
 import os
@@ -14,28 +12,31 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import ROOT, TINY_KIMI, Engine, free_port, load_script, post
+import eagle3.stage
+from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, post
+from eagle3 import extraction, verify as verifying
+from eagle3.journal import Journal
+from eagle3.states import StateFile, check_header, sample_path
+from stand_in import StandIn, captured, extract_here, let_go, write_responses
 from test_capture import text_model
 
 SAMPLES = 150
 # One request a prefill: the last bits of a float depend on what else is in the batch, and here bytes are compared
-FLAGS = {"disable-radix-cache": True, "max-running-requests": 1, "chunked-prefill-size": 128}
-
-
-def environment(patched_sglang: Path, capture_dir: Path) -> dict[str, str]:
-    return {"PYTHONPATH": str(patched_sglang), "EAGLE3_CAPTURE_DIR": str(capture_dir), "EAGLE3_CAPTURE_LAYERS": "2,4,6"}
+FLAGS = {"max_running_requests": 1, "chunked_prefill_size": 128}
 
 
 @pytest.fixture(scope="module")
 def server(engine):
-    return engine(capture_dir=True, max_running_requests=1, chunked_prefill_size=128)  # FLAGS, as the server of tests/test_follow.py
+    return engine(capture_dir=True, **FLAGS)  # the server of tests/test_follow.py, too
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +53,14 @@ def alive(request):
             engine.start()
 
 
-def write_responses(folder: Path, rows: list[dict]) -> Path:
-    folder.mkdir(parents=True)
-    half = len(rows) // 2
-    for number, part in enumerate((rows[:half], rows[half:])):
-        (folder / f"part-{number:05d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    (folder / "manifest.json").write_text(json.dumps({"schema": 1, "stage": "01_generate", "counts": {"kept": len(rows), "dropped": {}}}))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def rows(server):
     """Greedy responses of the engine itself; some samples are longer than the prefill chunk of 128."""
     chance = random.Random(0)
-    prompts = [[chance.randrange(300, 2000) for _ in range(chance.choice([4, 9, 30, 140, 300]))] for _ in range(SAMPLES)]
-    answers = post(f"{server.url}/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}})
+    prompts = [[chance.randrange(300, 2000) for _ in range(chance.choice([4, 9, 30, 140, 300]))]
+               for _ in range(SAMPLES)]
+    sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    answers = post(f"{server.url}/generate", {"input_ids": prompts, "sampling_params": sampling})
     return [{"id": f"p{number:03d}-t0", "prompt_ids": prompt, "response_ids": answer["output_ids"]}
             for number, (prompt, answer) in enumerate(zip(prompts, answers))]
 
@@ -76,13 +70,21 @@ def responses(rows, tmp_path_factory):
     return write_responses(tmp_path_factory.mktemp("run") / "responses", rows)
 
 
-def command(responses: Path, output: Path, url: str, capture_dir: Path, *more) -> list[str]:
-    return [sys.executable, "-u", str(ROOT / "03_extract.py"), "--data-dir", str(responses), "--output-dir", str(output), "--base-url", url,
+def arguments(responses: Path, output: Path, url: str, capture_dir: Path, *more) -> list[str]:
+    return ["--data-dir", str(responses), "--output-dir", str(output), "--base-url", url,
             "--capture-dir", str(capture_dir), "--concurrency", "4", "--log-interval", "1", *map(str, more)]
 
 
-def extract(*argv, code=0, timeout=400) -> subprocess.CompletedProcess:
-    done = subprocess.run(command(*argv), text=True, capture_output=True, timeout=timeout, cwd=ROOT)
+def command(*argv) -> list[str]:
+    return [sys.executable, "-u", str(ROOT / "03_extract.py"), *arguments(*argv)]
+
+
+def extract(*argv, code=0, process=False):
+    """03 with `argv` as `arguments` takes them, in this process or in one of its own; checks how it ends."""
+    if process:
+        done = subprocess.run(command(*argv), text=True, capture_output=True, timeout=400, cwd=ROOT)
+    else:
+        done = extract_here(arguments(*argv))
     assert done.returncode == code, (done.returncode, done.stdout[-2000:], done.stderr[-2000:])
     assert "\r" not in done.stdout
     if code == 0:
@@ -94,14 +96,15 @@ def extract(*argv, code=0, timeout=400) -> subprocess.CompletedProcess:
 
 def contents(folder: Path) -> dict[str, str]:
     """sha256 of every file that the stage leaves, journal apart (its lines are in the order of arrival)."""
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*"))
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(folder.rglob("*"))
             if path.is_file() and path.name not in ("landed.jsonl", ".lock")}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(responses, server, capture_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "hidden_states"
-    extract(responses, folder, server.url, capture_dir)
+    extract(responses, folder, server.url, capture_dir, process=True)
     return folder
 
 
@@ -110,18 +113,16 @@ def copy(undisturbed, tmp_path):
     return shutil.copytree(undisturbed, tmp_path / "hidden_states")
 
 
-def sample_path(folder: Path, sample_id: str) -> Path:
-    return folder / hashlib.sha256(sample_id.encode()).hexdigest()[:2] / f"{sample_id}.safetensors"
-
-
 def test_every_sample_is_there_with_its_ids(undisturbed, rows, capture_dir, responses):
     manifest = json.loads((undisturbed / "manifest.json").read_text())
     index = [json.loads(line) for line in (undisturbed / "index.jsonl").read_text().splitlines()]
     assert manifest["index_sha256"] == hashlib.sha256((undisturbed / "index.jsonl").read_bytes()).hexdigest()
-    assert manifest["counts"] == {"kept": SAMPLES, "dropped": {}, "truncated": 0, "tokens": sum(row["tokens"] for row in index)}
+    tokens = sum(row["tokens"] for row in index)
+    assert manifest["counts"] == {"kept": SAMPLES, "dropped": {}, "truncated": 0, "tokens": tokens}
     assert manifest["inputs"] == {"responses": hashlib.sha256((responses / "manifest.json").read_bytes()).hexdigest()}
-    assert (manifest["capture_layers"], manifest["hidden_size"], manifest["target"], manifest["sglang_version"], manifest["dtype"]) == (
-        [2, 4, 6], 256, TINY_KIMI.name, "0.5.23", "float32")
+    facts = {"capture_layers": [2, 4, 6], "hidden_size": 256, "target": TINY_KIMI.name, "sglang_version": "0.5.23",
+             "dtype": "float32"}
+    assert {key: manifest[key] for key in facts} == facts
     assert [row["id"] for row in index] == sorted(row["id"] for row in rows)
     for row, entry in zip(sorted(rows, key=lambda row: row["id"]), index):
         tensors = load_file(sample_path(undisturbed, row["id"]))
@@ -137,69 +138,102 @@ def test_complete_already(undisturbed, responses, capture_dir):
     assert "complete already" in done.stdout and contents(undisturbed) == before
 
 
-def killed_rounds(rounds: int, seed: int, responses, server, capture_dir, folder: Path) -> None:
-    """kill -9 of 03, of the server, or of both, at random moments; 03 is run to its end after the last one."""
-    chance = random.Random(seed)
-    for number in range(rounds):
-        victim = ("03", "server", "both")[number % 3]
-        process = subprocess.Popen(command(responses, folder, server.url, capture_dir), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   cwd=ROOT)
-        landed = folder / "landed.jsonl"
-        had = len(landed.read_text().splitlines()) if landed.exists() else 0
-        stop_at = had + chance.randrange(1, max(2, SAMPLES // (rounds + 2)))
-        while process.poll() is None and (not landed.exists() or len(landed.read_text().splitlines()) < stop_at):
-            time.sleep(0.005)
-        time.sleep(chance.random() * 0.1)
-        if victim in ("server", "both"):
-            server.kill()
-        if victim in ("03", "both"):
-            process.kill()
-            process.communicate()
-        if victim in ("server", "both"):
-            server.start()
-        if victim == "server":  # the same process goes on by itself; it is stopped politely, so that the next round has work
-            time.sleep(chance.random())
-            process.send_signal(signal.SIGINT)
-            out, _ = process.communicate(timeout=60)
-            assert process.returncode in (0, 130), out
-            assert "is away" in out or process.returncode == 0, out
+# 03 in a process that is killed, kills the server, or does both after the N-th line of landed.jsonl or the N-th rename;
+# argv: "line" or "file", N, the server's process group, whom, then 03's own
+FAULT = """
+import os, signal, sys
+point, count, group, victims, argv = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]
+sys.path[:0] = [%r, %r]
+from conftest import load_script
+from eagle3 import extraction
+from eagle3.journal import Journal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+script, real = load_script("03_extract"), {"line": Journal.add, "file": extraction.move}[point]
+left = [count]
+def faulty(*args):
+    real(*args)
+    left[0] -= 1
+    if left[0] == 0:
+        if victims != "03":
+            os.killpg(group, signal.SIGKILL)
+        if victims != "server":
+            os.kill(os.getpid(), signal.SIGKILL)
+if point == "line":
+    Journal.add = faulty
+else:
+    extraction.move = faulty
+try:
+    script.main(argv)
+except KeyboardInterrupt:
+    sys.exit(130)
+""" % (str(ROOT / "tests"), str(ROOT / "scripts"))
+Kill = namedtuple("Kill", "victims point count")
+
+
+def killed(kill: Kill, responses, server, capture_dir, folder: Path) -> None:
+    """One run of 03 with this fault. A server that died alone is started again; 03, which goes on by itself, is stopped."""
+    argv = [sys.executable, "-u", "-c", FAULT, kill.point, str(kill.count), str(server.process.pid), kill.victims,
+            *arguments(responses, folder, server.url, capture_dir)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    if kill.victims == "server":
+        said = next((line for line in process.stdout if "is away" in line), None)
+        assert said, "it ended without missing the server"
+        server.kill()
+        server.start()
+        assert any("is back" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)  # stopped politely, so that the next round has work
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == (130 if kill.victims == "server" else -signal.SIGKILL), out
+    if kill.victims == "both":
+        server.kill()
+        server.start()
 
 
 def test_killed_and_resumed_equals_undisturbed(undisturbed, responses, server, capture_dir, tmp_path):
-    killed_rounds(3, 1, responses, server, capture_dir, tmp_path / "hidden_states")
+    """kill -9 of 03 between a line and its file, of the server, and of both right after a file."""
+    for kill in (Kill("03", "line", 9), Kill("server", "file", 17), Kill("both", "file", 30), Kill("03", "line", 1)):
+        killed(kill, responses, server, capture_dir, tmp_path / "hidden_states")
     extract(responses, tmp_path / "hidden_states", server.url, capture_dir)
     assert contents(tmp_path / "hidden_states") == contents(undisturbed)
 
 
 @pytest.mark.slow
 def test_killed_twenty_times(undisturbed, responses, server, capture_dir, tmp_path):
-    killed_rounds(20, 2, responses, server, capture_dir, tmp_path / "hidden_states")
+    chance = random.Random(2)
+    for number in range(20):
+        kill = Kill(("03", "server", "both")[number % 3], chance.choice(["line", "file"]), chance.randrange(1, 7))
+        killed(kill, responses, server, capture_dir, tmp_path / "hidden_states")
     extract(responses, tmp_path / "hidden_states", server.url, capture_dir)
     assert contents(tmp_path / "hidden_states") == contents(undisturbed)
 
 
-def test_a_server_that_restarts_is_waited_for(undisturbed, responses, server, capture_dir, tmp_path):
-    folder = tmp_path / "hidden_states"
-    process = subprocess.Popen(command(responses, folder, server.url, capture_dir), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    while not (folder / "landed.jsonl").exists() or len((folder / "landed.jsonl").read_text().splitlines()) < 10:
-        time.sleep(0.01)
-    server.kill()
-    server.start()
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0 and "is away" in out and "is back" in out, out
+def test_a_server_that_restarts_is_waited_for(undisturbed, responses, server, capture_dir, tmp_path, monkeypatch):
+    folder, move, moved = tmp_path / "hidden_states", extraction.move, itertools.count(1)
+
+    def restart(*args):
+        move(*args)
+        if next(moved) == 10:
+            server.kill()
+            threading.Thread(target=server.start).start()
+
+    monkeypatch.setattr(extraction, "move", restart)
+    done = extract(responses, folder, server.url, capture_dir)
+    assert "is away" in done.stdout and "is back" in done.stdout, done.stdout
     assert contents(folder) == contents(undisturbed)
 
 
-def test_a_server_that_stays_away_ends_in_one_line(responses, server, capture_dir, tmp_path):
-    folder = tmp_path / "hidden_states"
-    process = subprocess.Popen(command(responses, folder, server.url, capture_dir, "--server-wait", "2"), stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    while not (folder / "landed.jsonl").exists() or len((folder / "landed.jsonl").read_text().splitlines()) < 10:
-        time.sleep(0.01)
-    server.kill()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and len(err.splitlines()) == 1 and server.url in err and "away for 2 s" in err
-    server.start()
+def test_a_server_that_stays_away_ends_in_one_line(stage):
+    asked, server = itertools.count(1), stage.servers[0]
+
+    def die(sample_id, folder):
+        if next(asked) == 10:
+            threading.Thread(target=server.close).start()  # nobody listens any more
+        if len(server.asked) >= 10:
+            raise ConnectionAbortedError
+
+    server.before = die
+    said = stage("--server-wait", 2)
+    assert server.url in said and "away for 2 s" in said
 
 
 def test_max_length_cuts_and_says_so(rows, responses, server, capture_dir, tmp_path):
@@ -209,11 +243,13 @@ def test_max_length_cuts_and_says_so(rows, responses, server, capture_dir, tmp_p
     cut = {row["id"] for row in rows if full[row["id"]] > 145 and len(row["prompt_ids"]) < 145}
     gone = {row["id"] for row in rows if len(row["prompt_ids"]) >= 145}
     assert cut and gone
-    assert manifest["counts"]["dropped"] == {"prompt fills --max-length": len(gone)} and manifest["counts"]["truncated"] == len(cut)
+    assert manifest["counts"]["dropped"] == {"prompt fills --max-length": len(gone)}
+    assert manifest["counts"]["truncated"] == len(cut)
     assert f"truncated {len(cut)}" in done.stdout
     index = {row["id"]: row for row in map(json.loads, (tmp_path / "cut/index.jsonl").read_text().splitlines())}
     assert {key for key, row in index.items() if row["truncated"]} == cut and set(index) == set(full) - gone
-    assert all(index[key]["tokens"] == 145 and len(load_file(sample_path(tmp_path / "cut", key))["input_ids"]) == 145 for key in cut)
+    for key in cut:
+        assert index[key]["tokens"] == 145 == len(load_file(sample_path(tmp_path / "cut", key))["input_ids"])
     refused = extract(responses, tmp_path / "cut", server.url, capture_dir, "--max-length", 146, code=2)
     assert "max_length: 145 there, 146 now" in refused.stderr
 
@@ -224,8 +260,9 @@ def rewrite(path: Path, change) -> None:
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8:8 + length]), bytearray(raw[8 + length:])
-    tensors = {name: np.frombuffer(data, dtype={"F32": np.float32, "I32": np.int32, "U8": np.uint8}[tensor["dtype"]],
-                                   count=int(np.prod(tensor["shape"])), offset=tensor["data_offsets"][0]).reshape(tensor["shape"])
+    kinds = {"F32": np.float32, "I32": np.int32, "U8": np.uint8}
+    tensors = {name: np.frombuffer(data, kinds[tensor["dtype"]], int(np.prod(tensor["shape"])),
+                                   tensor["data_offsets"][0]).reshape(tensor["shape"])
                for name, tensor in header.items() if name != "__metadata__"}
     change(tensors, header["__metadata__"])
     header["__metadata__"]["checksum"] = f"sha256:{hashlib.sha256(data).hexdigest()}"
@@ -254,8 +291,9 @@ def final_norm():
     return load_file(TINY_KIMI / "model.safetensors")["language_model.model.norm.weight"].float().numpy()
 
 
-def verify(copy, responses, capture_dir, code: int) -> subprocess.CompletedProcess:
-    return extract(responses, copy, "http://127.0.0.1:9", capture_dir, "--verify", "--verifier-path", TINY_KIMI, code=code)
+def verify(copy, responses, capture_dir, code: int) -> SimpleNamespace:
+    flags = "--verify", "--verifier-path", TINY_KIMI
+    return extract(responses, copy, "http://127.0.0.1:9", capture_dir, *flags, code=code)
 
 
 def test_verify_finds_nothing_wrong(copy, responses, capture_dir):
@@ -291,8 +329,8 @@ def rows_shifted(tensors, metadata):
 
 @pytest.mark.parametrize("change, words", [
     (nan_row, "not finite"), (before_final_norm, "not after the final norm"), (other_ids, "ids are not the response's"),
-    (other_mask, "loss mask is not the response's"), (other_layers, "captured with another capture_layers"), (rows_shifted, "response tokens")],
-    ids=lambda value: getattr(value, "__name__", ""))
+    (other_mask, "loss mask is not the response's"), (other_layers, "captured with another capture_layers"),
+    (rows_shifted, "response tokens")], ids=lambda value: getattr(value, "__name__", ""))
 def test_verify_finds_a_sample_written_wrong(change, words, copy, responses, capture_dir, final_norm):
     before_final_norm.weight = final_norm
     rewrite(sample_path(copy, "p007-t0"), change)
@@ -303,8 +341,10 @@ def test_verify_finds_a_sample_written_wrong(change, words, copy, responses, cap
     assert "--redo-failed" in done.stderr and not (copy / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("damage, words", [("torn", "its header says"), ("flipped", "checksum"), ("gone", "No such file")])
-def test_verify_finds_a_damaged_file_and_redo_mends_it(damage, words, copy, undisturbed, responses, capture_dir, server):
+@pytest.mark.parametrize("damage, words", [("torn", "its header says"), ("flipped", "checksum"),
+                                           ("gone", "No such file")])
+def test_verify_finds_a_damaged_file_and_redo_mends_it(damage, words, copy, undisturbed, responses, capture_dir,
+                                                       server):
     path = sample_path(copy, "p011-t0")
     raw = bytearray(path.read_bytes())
     if damage == "torn":
@@ -326,7 +366,8 @@ def test_verify_finds_a_last_state_taken_one_block_early(copy, rows, responses, 
     model = text_model(tmp_path / "hf", TINY_KIMI)
     for row in rows:
         with torch.no_grad():
-            states = model(torch.tensor([row["prompt_ids"] + row["response_ids"]]), output_hidden_states=True).hidden_states
+            ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+            states = model(ids, output_hidden_states=True).hidden_states
             early = model.model.norm(states[-2][0]).numpy()
 
         def change(tensors, metadata):
@@ -339,17 +380,23 @@ def test_verify_finds_a_last_state_taken_one_block_early(copy, rows, responses, 
 
 
 # ---- Bad input, a full disk, failing samples ----
-def test_bad_input_is_one_line(responses, capture_dir, tmp_path):
-    assert "Run 01_generate.py first" in extract(tmp_path / "none", tmp_path / "out", "http://127.0.0.1:9", capture_dir, code=2).stderr
-    assert "no server answers there" in extract(responses, tmp_path / "out", f"http://127.0.0.1:{free_port()}", capture_dir, code=2).stderr
-    assert "expected http://HOST:PORT" in extract(responses, tmp_path / "out", "127.0.0.1:3000", capture_dir, code=2).stderr
-    bad = write_responses(tmp_path / "bad", [{"id": "a", "prompt_ids": [5], "response_ids": [6]}, {"id": "../b", "prompt_ids": [5], "response_ids": [6]}])
-    assert "part-00001.jsonl:1: id '../b' is no safe file name" in extract(bad, tmp_path / "o2", "http://127.0.0.1:9", capture_dir, code=2).stderr
-    twice = write_responses(tmp_path / "twice", [{"id": "a", "prompt_ids": [5], "response_ids": [6]}] * 2)
-    assert "id 'a' is there twice" in extract(twice, tmp_path / "o3", "http://127.0.0.1:9", capture_dir, code=2).stderr
-    torn = write_responses(tmp_path / "torn", [{"id": "a", "prompt_ids": [5], "response_ids": [6]}] * 2)
+def test_bad_input_is_one_line(tmp_path):
+    """A process of its own once: exit code 2 and one line."""
+    def said(data: Path, output: str, url="http://127.0.0.1:9", process=False) -> str:
+        return extract(data, tmp_path / output, url, tmp_path / "incoming", code=2, process=process).stderr
+
+    def made(name: str, *ids: str) -> Path:
+        return write_responses(tmp_path / name, [{"id": key, "prompt_ids": [5], "response_ids": [6]} for key in ids])
+
+    good = made("good", "a", "b")
+    assert "Run 01_generate.py first" in said(tmp_path / "none", "out", process=True)
+    assert "no server answers there (ConnectionRefusedError)" in said(good, "out", f"http://127.0.0.1:{free_port()}")
+    assert "expected http://HOST:PORT" in said(good, "out", "127.0.0.1:3000")
+    assert "part-00001.jsonl:1: id '../b' is no safe file name" in said(made("bad", "a", "../b"), "o2")
+    assert "id 'a' is there twice" in said(made("twice", "a", "a"), "o3")
+    torn = made("torn", "a", "a")
     (torn / "part-00000.jsonl").write_text('{"id": "a", "prompt_')
-    assert "part-00000.jsonl:1: no row" in extract(torn, tmp_path / "o4", "http://127.0.0.1:9", capture_dir, code=2).stderr
+    assert "part-00000.jsonl:1: no row" in said(torn, "o4")
 
 
 def test_other_responses_than_01_finished_with_are_refused(stage):
@@ -364,189 +411,143 @@ def test_other_responses_than_01_finished_with_are_refused(stage):
     assert "part-00001.jsonl: not the file that 01_generate.py finished with" in stage("--limit", 2)
 
 
-def test_two_processes_on_one_folder(responses, server, capture_dir, tmp_path):
-    first = subprocess.Popen(command(responses, tmp_path / "out", server.url, capture_dir), stdout=subprocess.DEVNULL, cwd=ROOT)
-    while not (tmp_path / "out/landed.jsonl").exists():
-        time.sleep(0.01)
-    assert "another process is writing there" in extract(responses, tmp_path / "out", server.url, capture_dir, code=2).stderr
-    assert first.wait(timeout=200) == 0
+def test_two_processes_on_one_folder(stage):
+    asked, go_on = threading.Event(), threading.Event()
+    stage.servers[0].before = lambda sample_id, folder: asked.set() or go_on.wait(60) and None
+    here = stage.responses, stage.folder, stage.servers[0].url, stage.incoming
+    first = subprocess.Popen(command(*here), stdout=subprocess.DEVNULL, cwd=ROOT)
+    assert asked.wait(60)
+    assert "another process is writing there" in extract(*here, code=2, process=True).stderr
+    go_on.set()
+    assert first.wait(timeout=60) == 0
 
 
 def test_a_server_of_other_layers_is_refused(responses, server, capture_dir, tmp_path, copy, undisturbed):
     """The folder was begun with other layers than this server captures."""
     journal = copy / "landed.jsonl"
-    lines = journal.read_text().replace('"capture_layers": [2, 4, 6]', '"capture_layers": [1, 3, 5]').splitlines(keepends=True)
-    journal.write_text("".join(lines[:1]))
+    first = journal.read_text().splitlines(keepends=True)[0]
+    journal.write_text(first.replace('"capture_layers": [2, 4, 6]', '"capture_layers": [1, 3, 5]'))
     (copy / "manifest.json").unlink()
-    assert "captured with another capture_layers [2, 4, 6] (the folder: [1, 3, 5])" in extract(responses, copy, server.url, capture_dir, code=2).stderr
+    said = extract(responses, copy, server.url, capture_dir, code=2).stderr
+    assert "captured with another capture_layers [2, 4, 6] (the folder: [1, 3, 5])" in said
 
 
 def test_a_server_without_the_patch_is_named(responses, engine, tmp_path, monkeypatch):
-    script = load_script("03_extract")
-    monkeypatch.setattr(script, "FIRST_FILE_S", 1.0)
-    with pytest.raises(script.UserError, match="nothing appeared in .*EAGLE3_CAPTURE_DIR"):
-        script.main(command(responses, tmp_path / "out", engine().url, tmp_path / "incoming")[3:])
+    monkeypatch.setattr(extraction, "FIRST_FILE_S", 1.0)
+    said = extract(responses, tmp_path / "out", engine().url, tmp_path / "incoming", code=2).stderr
+    assert "nothing appeared in " in said and "EAGLE3_CAPTURE_DIR" in said
 
 
 def test_samples_that_the_server_rejects_are_quarantined(rows, server, capture_dir, tmp_path):
     """Too long for its context: named, counted, the others done; too many of them: stop."""
     long = [{"id": f"long{n}", "prompt_ids": [5] * 30000, "response_ids": [6, 7]} for n in range(2)]
     responses = write_responses(tmp_path / "responses", [*rows[:20], *long])
-    assert "more than --max-failed allows" in extract(responses, tmp_path / "out", server.url, capture_dir, code=2).stderr
+    said = extract(responses, tmp_path / "out", server.url, capture_dir, code=2).stderr
+    assert "more than --max-failed allows" in said
     done = extract(responses, tmp_path / "out", server.url, capture_dir, "--max-failed", 0.2)
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
-    assert manifest["counts"]["kept"] == 20 and manifest["counts"]["dropped"] == {"rejected by the server": 2}
+    assert manifest["counts"]["kept"] == 20
+    assert manifest["counts"]["dropped"] == {"rejected by the server": 2}
     listed = [json.loads(line) for line in (tmp_path / "out/quarantine.jsonl").read_text().splitlines()]
     assert {row["id"] for row in listed} == {"long0", "long1"} and all("HTTP 400" in row["detail"] for row in listed)
     assert "quarantined 2" in done.stdout
 
 
-def test_a_full_disk_ends_in_one_line_and_resumes(undisturbed, responses, patched_sglang, tmp_path):
-    """On a file system of its own, of a few MB: the server's write fails, the client says so; with more room the same command ends well."""
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(small)], capture_output=True).returncode:
-        pytest.skip("mounting a small file system is not allowed here")
+# In every process of a server: writes of samples fail as on a disk that holds no more than the bytes that `limit` names
+SMALL_DISK = """
+import contextlib, os
+from pathlib import Path
+folder, real = Path(%r), os.pwrite
+def pwrite(file, data, at):
+    there = 0
+    for path in folder.rglob("*.safetensors*"):
+        with contextlib.suppress(FileNotFoundError):  # 03 moves them meanwhile
+            there += path.stat().st_size
+    if there + len(data) > int((folder.parent / "limit").read_text()):
+        raise OSError(28, os.strerror(28))
+    return real(file, data, at)
+os.pwrite = pwrite
+"""
+
+
+def test_a_full_disk_ends_in_one_line_and_resumes(undisturbed, responses, patched_sglang, tmp_path, monkeypatch):
+    """The server's write fails, the client says so; with more room the same command ends well."""
+    folder = tmp_path / "hidden_states"
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/sitecustomize.py").write_text(SMALL_DISK % str(folder))
+    (tmp_path / "limit").write_text(str(6 << 20))
+    flags = {"disable-radix-cache": True} | {flag.replace("_", "-"): value for flag, value in FLAGS.items()}
+    server = Engine(tmp_path / "log", TINY_KIMI, flags, {
+        "PYTHONPATH": f"{tmp_path / 'small'}:{patched_sglang}", "EAGLE3_CAPTURE_DIR": str(folder / ".incoming"),
+        "EAGLE3_CAPTURE_LAYERS": ",".join(map(str, CAPTURE_LAYERS))})
+    here = responses, folder, server.url, folder / ".incoming"
     try:
-        folder = small / "hidden_states"
-        server = Engine(tmp_path / "log", TINY_KIMI, FLAGS, environment(patched_sglang, folder / ".incoming"))
-        try:
-            refused = extract(responses, folder, server.url, folder / ".incoming", "--verifier-path", TINY_KIMI, code=2)
-            assert "GB are to come" in refused.stderr and not list(folder.rglob("*.safetensors"))
-            full = extract(responses, folder, server.url, folder / ".incoming", "--no-disk-check", code=2)
-            assert "the disk is full" in full.stderr and "run the same command again" in full.stderr
-            landed = len(list(folder.glob("[0-9a-f][0-9a-f]/*.safetensors")))  # not what still lies in .incoming
-            assert 0 < landed < SAMPLES
-            subprocess.run(["mount", "-o", "remount,size=200m", str(small)], check=True)
-            done = extract(responses, folder, server.url, folder / ".incoming", "--no-disk-check")
-            assert f"in place {landed} " in done.stdout
-            assert contents(folder) == contents(undisturbed)
-        finally:
-            server.kill()
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=6 << 20))
+            refused = extract(*here, "--verifier-path", TINY_KIMI, code=2)
+        assert "GB are to come" in refused.stderr and not list(folder.rglob("*.safetensors"))
+        full = extract(*here, "--no-disk-check", code=2)
+        assert "the disk is full" in full.stderr and "run the same command again" in full.stderr
+        landed = len(list(folder.glob("[0-9a-f][0-9a-f]/*.safetensors")))  # not what still lies in .incoming
+        assert 0 < landed < SAMPLES
+        (tmp_path / "limit").write_text(str(200 << 20))
+        done = extract(*here, "--no-disk-check")
+        assert f"in place {landed} " in done.stdout
+        assert contents(folder) == contents(undisturbed)
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        server.kill()
 
 
 def test_memory_of_a_long_list_is_flat(tmp_path):
-    """30,000 rows of 400 tokens are indexed in few bytes each: ids stay on disk until they are sent."""
+    """30,000 rows of 400 tokens are indexed in few bytes each: ids stay on disk until they are sent. No torch."""
     row = json.dumps({"id": "ID", "prompt_ids": list(range(1000, 1200)), "response_ids": list(range(2000, 2200))})
     responses = write_responses(tmp_path / "responses", [])
     with open(responses / "part-00000.jsonl", "w") as file:
         for number in range(30000):
             file.write(row.replace("ID", f"s{number}") + "\n")
-    script = ("import sys, resource, collections; sys.path.insert(0, sys.argv[1]); from conftest import load_script; from pathlib import Path\n"
-              "m = load_script('03_extract'); before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+    script = ("import importlib.util, resource, sys; from pathlib import Path\n"
+              "spec = importlib.util.spec_from_file_location('script', sys.argv[1])\n"
+              "m = importlib.util.module_from_spec(spec); spec.loader.exec_module(m)\n"
+              "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
               "samples, _ = m.read_samples([Path(sys.argv[2])], 0, 0)\n"
-              "print(len(samples), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)")
-    out = subprocess.run([sys.executable, "-c", script, str(ROOT / "tests"), str(responses / "part-00000.jsonl")], text=True, capture_output=True, check=True)
-    count, grown = map(int, out.stdout.split())
-    assert count == 30000 and grown < 40, f"{grown} MiB for 30,000 samples"
+              "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+              "print(len(samples), (after - before) // 1024, 'torch' in sys.modules)")
+    out = subprocess.run([sys.executable, "-c", script, ROOT / "03_extract.py", responses / "part-00000.jsonl"],
+                         text=True, capture_output=True, check=True)
+    count, grown, torch_there = out.stdout.split()
+    assert int(count) == 30000 and int(grown) < 40, f"{grown} MiB for 30,000 samples"
+    assert torch_there == "False"
 
 
 # ---- Against a stand-in for the server: what a real one does seldom, and what goes wrong on this side ----
 WIDTH = 8
 
 
-def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str) -> bytes:
-    """A file as eagle3_capture writes it."""
-    T = len(ids)
-    tensors = {"aux_hidden_states": ("F32", np.full((T, 3 * WIDTH), 0.5, np.float32)),
-               "last_hidden_states": ("F32", np.ones((T, WIDTH), np.float32)), "input_ids": ("I32", np.array(ids, np.int32)),
-               "loss_mask": ("U8", np.array([0] * prompt_len + [1] * (T - prompt_len), np.uint8))}
-    data = b"".join(array.tobytes() for _, array in tensors.values())
-    header, end = {"__metadata__": {"schema": "1", "target": "stub", "capture_layers": layers, "sglang_version": "0.5.23", "patch_hash": "0",
-                                    "dtype": "float32", "id": sample_id, "prompt_len": str(prompt_len),
-                                    "checksum": f"sha256:{hashlib.sha256(data).hexdigest()}"}}, 0
-    for name, (kind, array) in tensors.items():
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
-        end += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + data
-
-
-class StandIn:
-    """Answers at once and writes constant states.
-
-    before(id, folder) may return (status, body) to answer with instead, or "silent" to write nothing.
-    """
-
-    def __init__(self, folder: Path, layers: str = "1,2,3"):
-        self.folder, self.layers, self.asked = folder, layers, []
-        self.before = lambda sample_id, folder: None
-        stand_in = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def reply(self, status: int, body: dict):
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def do_GET(self):
-                self.reply(200, {})
-
-            def do_POST(self):
-                self.reply(*stand_in.generate(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-
-            def log_message(self, *args):
-                pass
-
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-
-    def generate(self, body: dict) -> tuple[int, dict]:
-        _, run, prompt_len, _, sample_id = body["rid"].split(":")
-        self.asked.append(sample_id)
-        folder = self.folder / run
-        folder.mkdir(parents=True, exist_ok=True)
-        instead = self.before(sample_id, folder)
-        if isinstance(instead, tuple):
-            return instead
-        if instead != "silent":
-            (folder / "tmp").mkdir(exist_ok=True)
-            (folder / "tmp" / sample_id).write_bytes(captured(sample_id, int(prompt_len), body["input_ids"], self.layers))
-            (folder / "tmp" / sample_id).rename(folder / f"{sample_id}.safetensors")
-        return 200, {"output_ids": [0], "meta_info": {"prompt_tokens": len(body["input_ids"])}}
-
-
 class Stage:
     """03 in this process on 20 samples of 7 tokens: call(flags) -> the line it ends with, "" where it ends well."""
 
     def __init__(self, folder: Path):
-        self.script, self.folder, self.incoming = load_script("03_extract"), folder / "hidden_states", folder / "incoming"
+        self.folder, self.incoming = folder / "hidden_states", folder / "incoming"
         rows = [{"id": f"s{number:02d}", "prompt_ids": [5, 6, 7], "response_ids": [0, 0, 0, 0]} for number in range(20)]
         self.responses = write_responses(folder / "responses", rows)
         self.servers = [StandIn(self.incoming)]
+        self.out = ""
+
+    def arguments(self, *more) -> list[str]:
+        urls = [word for server in self.servers[1:] for word in ("--base-url", server.url)]
+        return arguments(self.responses, self.folder, self.servers[0].url, self.incoming,
+                         *urls, "--log-interval", 10, *more)
 
     def __call__(self, *more) -> str:
-        urls = [word for server in self.servers for word in ("--base-url", server.url)]
-        try:
-            self.script.main(["--data-dir", str(self.responses), "--output-dir", str(self.folder), "--capture-dir", str(self.incoming),
-                              "--concurrency", "4", *urls, *map(str, more)])
-        except self.script.UserError as error:
-            said = str(error)
-        else:
-            return ""
-        assert "\n" not in said
-        self.let_go()
-        return said
-
-    def let_go(self) -> None:
-        """Wait until the lock is gone, which a process would lose by ending: its workers end first."""
-        deadline = time.monotonic() + 20
-        while (self.folder / ".lock").exists():
-            gc.collect()
-            with open(self.folder / ".lock") as file, contextlib.suppress(BlockingIOError):
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        done = extract_here(self.arguments(*more))
+        self.out = done.stdout
+        assert len(done.stderr.splitlines()) <= 1
+        return done.stderr.removeprefix("03_extract: ").rstrip("\n")
 
     def quarantine(self) -> dict[str, str]:
         path = self.folder / "quarantine.jsonl"
-        return {row["id"]: row["reason"] for row in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {row["id"]: row["reason"] for row in map(json.loads, lines)}
 
     def complete(self) -> bool:
         return (self.folder / "manifest.json").exists()
@@ -557,8 +558,7 @@ def stage(tmp_path):
     stage = Stage(tmp_path)
     yield stage
     for server in stage.servers:
-        server.http.shutdown()
-        server.http.server_close()
+        server.close()
 
 
 def test_too_many_failed_samples_are_not_forgotten(stage):
@@ -569,33 +569,32 @@ def test_too_many_failed_samples_are_not_forgotten(stage):
     assert stage("--max-failed", 0.5) == "" and stage.complete()
 
 
-def test_a_busy_server_is_asked_again(stage, capsys, monkeypatch):
-    monkeypatch.setattr(stage.script, "ATTEMPTS", 1)
+def test_a_busy_server_is_asked_again(stage, monkeypatch):
+    monkeypatch.setattr(extraction, "ATTEMPTS", 1)
     asked = itertools.count()
     stage.servers[0].before = lambda sample_id, folder: (503, {"message": "queue full"}) if next(asked) < 3 else None
     assert stage() == "" and stage.quarantine() == {}
-    assert capsys.readouterr().out.count("is busy (HTTP 503") == 1
+    assert stage.out.count("is busy (HTTP 503") == 1
 
 
 def test_of_two_servers_that_differ_one_is_refused(stage, monkeypatch):
     """Also when the first file of each arrives in the same moment."""
     stage.servers.append(StandIn(stage.incoming, "4,5,6"))
-    both, check = threading.Barrier(2), stage.script.check_header
+    both = threading.Barrier(2)
 
-    def check_header(*args):
-        found = check(*args)
+    def check_slowly(*args):
+        found = check_header(*args)
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(1)
         return found
 
-    monkeypatch.setattr(stage.script, "check_header", check_header)
+    monkeypatch.setattr(extraction, "check_header", check_slowly)
     assert "was captured with another capture_layers" in stage("--limit", 2)
 
 
 def test_only_the_sample_that_kills_servers_is_quarantined(stage, monkeypatch):
     """Not those that were in flight with it each time."""
     server, deaths = stage.servers[0], []
-    server.http.handle_error = lambda *args: None
 
     def before(sample_id, folder):
         had = len(deaths)
@@ -606,7 +605,7 @@ def test_only_the_sample_that_kills_servers_is_quarantined(stage, monkeypatch):
             raise ConnectionAbortedError
 
     server.before = before
-    monkeypatch.setattr(stage.script, "DEATHS", 3)
+    monkeypatch.setattr(extraction, "DEATHS", 3)
     assert stage("--limit", 6) == "" and stage.quarantine() == {"s02": "the server died 3 times"}
 
 
@@ -625,9 +624,9 @@ def test_rows_of_another_request_are_not_taken(stage, monkeypatch):
             (folder / f"{sample_id}.safetensors").write_bytes(captured(sample_id, 3, [5, 6, 7, 0, 0, 0, 1], "1,2,3"))
             return "silent"
 
-    monkeypatch.setattr(stage.script.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
     stage.servers[0].before = mixed_up
-    assert stage("--max-failed", 0.1) == "" and stage.quarantine() == {"s03": f"failed {stage.script.ATTEMPTS} times"}
+    assert stage("--max-failed", 0.1) == "" and stage.quarantine() == {"s03": f"failed {extraction.ATTEMPTS} times"}
     assert "ids are not the response's" in (stage.folder / "quarantine.jsonl").read_text()
     assert stage.servers[0].asked.count("s05") == 3 and len(list(stage.folder.rglob("*.safetensors"))) == 19
 
@@ -644,16 +643,17 @@ def test_a_slow_first_file_is_waited_for(stage, monkeypatch):
         threading.Timer(0.5, finish).start()
         return "silent"
 
-    monkeypatch.setattr(stage.script, "FIRST_FILE_S", 0.2)
+    monkeypatch.setattr(extraction, "FIRST_FILE_S", 0.2)
     stage.servers[0].before = slowly
     assert stage("--concurrency", 20) == ""
     shutil.rmtree(stage.folder)
-    monkeypatch.setattr(stage.script, "NEXT_FILE_S", 0.3)
+    monkeypatch.setattr(extraction, "NEXT_FILE_S", 0.3)
     assert "the file of s" in stage("--concurrency", 20)
 
 
 @pytest.mark.parametrize("error, words", [
-    ("write: [Errno 28] No space left on device", "the disk is full"), ("write: [Errno 122] Disk quota exceeded", "the disk is full"),
+    ("write: [Errno 28] No space left on device", "the disk is full"),
+    ("write: [Errno 122] Disk quota exceeded", "the disk is full"),
     ("write: [Errno 13] Permission denied: '/x'", "cannot write there ([Errno 13] Permission denied: '/x'). Mend that"),
     ("refused: the radix cache is on.", "the radix cache is on. Start the server anew")])
 def test_what_the_server_could_not_do_is_one_line(stage, error, words):
@@ -666,7 +666,8 @@ def test_what_the_server_could_not_do_is_one_line(stage, error, words):
 
 
 @pytest.mark.parametrize("where", ["landing", "quarantine", "begin"])
-@pytest.mark.parametrize("number, words", [(28, "the disk is full"), (122, "the disk is full"), (13, "Permission denied")])
+@pytest.mark.parametrize("number, words", [(28, "the disk is full"), (122, "the disk is full"),
+                                           (13, "Permission denied")])
 def test_a_failure_on_this_side_is_not_the_servers(stage, monkeypatch, where, number, words):
     """It ends the run in one line; no sample is blamed for it, and the same command goes on."""
     def fail(*args):
@@ -674,54 +675,53 @@ def test_a_failure_on_this_side_is_not_the_servers(stage, monkeypatch, where, nu
 
     with monkeypatch.context() as patch:
         if where == "landing":
-            patch.setattr(stage.script.Journal, "add", fail)
+            patch.setattr(Journal, "add", fail)
         elif where == "begin":
-            patch.setattr(stage.script, "write_atomic", fail)
+            patch.setattr(eagle3.stage, "write_atomic", fail)
         else:
             stage.servers[0].before = lambda sample_id, folder: (400, {}) if sample_id == "s03" else None
-            patch.setattr(stage.script.Extraction, "put_aside", fail)
+            patch.setattr(extraction.Extraction, "put_aside", fail)
         assert words in stage() and not stage.complete()
     assert stage() == "" and set(stage.quarantine()) <= {"s03"}
 
 
-def test_figures_of_the_log_are_those_of_this_folder(stage, capsys, tmp_path):
-    """The size of a token is the files', whatever the target's config says; samples whose files are gone are not counted as done."""
+def test_figures_of_the_log_are_those_of_this_folder(stage, tmp_path):
+    """The size of a token is the files', whatever the target's config says; samples whose files are gone are not
+    counted as done."""
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": WIDTH}))
     stage.servers[0].before = lambda sample_id, folder: time.sleep(0.1)
     assert stage("--verifier-path", tmp_path) == ""
-    said = capsys.readouterr().out
-    assert "(69 bytes a token)" in said and "(133 bytes a token)" in said  # bf16 expected, float32 seen
+    assert "(69 bytes a token)" in stage.out and "(133 bytes a token)" in stage.out  # bf16 expected, float32 seen
     (stage.folder / "manifest.json").unlink()
     for number in range(5, 20):
         sample_path(stage.folder, f"s{number:02d}").unlink()
     assert stage("--log-interval", 0.05) == ""
-    counts = [int(line.split(" sample ")[1].split("/20 ")[0]) for line in capsys.readouterr().out.splitlines() if " sample " in line]
+    counts = [int(line.split(" sample ")[1].split("/20 ")[0]) for line in stage.out.splitlines() if " sample " in line]
     assert counts[0] < 10 and counts == sorted(counts) and counts[-1] <= 20
 
 
-@pytest.mark.parametrize("flags", [["--concurrency", 0], ["--verify-positions", -1], ["--request-timeout", 0], ["--log-interval", 0],
-                                   ["--server-wait", "nan"], ["--max-failed", -1], ["--max-disk-gb", "inf"], ["--max-disk-gb", "nan"]])
+@pytest.mark.parametrize("flags", [["--concurrency", 0], ["--verify-positions", -1], ["--request-timeout", 0],
+                                   ["--log-interval", 0], ["--server-wait", "nan"], ["--max-failed", -1],
+                                   ["--max-disk-gb", "inf"], ["--max-disk-gb", "nan"]])
 def test_flags_out_of_range_are_one_line(stage, flags):
     assert flags[0] in stage(*flags) and not stage.folder.exists()
 
 
 # ---- --verify, its report and what follows from it ----
 def test_a_flipped_bit_of_a_header_is_found(tmp_path):
-    script = load_script("03_extract")
-    sample = script.Sample("a", 0, 0, 3, 7, False)
     good = captured("a", 3, [5, 6, 7, 0, 0, 0, 0], "1,2,3")
     path = tmp_path / "a.safetensors"
     path.write_bytes(good)
-    header, begin = script.read_header(path)
-    facts = script.check_header(header, sample, None)
+    with StateFile(path) as file:
+        facts, begin, checksum = check_header(file, "a", 7, 3, None), file.begin, file.metadata["checksum"]
     for at in range(begin):
         path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1:])
         try:
-            found, _ = script.read_header(path)
-            script.check_header(found, sample, facts)
+            with StateFile(path) as file:
+                check_header(file, "a", 7, 3, facts)
         except ValueError:
             continue
-        assert found["__metadata__"]["checksum"] != header["__metadata__"]["checksum"], at  # which is compared with the index
+        assert file.metadata["checksum"] != checksum, at  # which is compared with the index
 
 
 def test_verify_of_a_complete_folder_trusts_nothing_else_than_its_manifest(stage):
@@ -760,31 +760,39 @@ def test_killed_while_it_writes_the_report_or_redoes(stage, monkeypatch):
     assert stage() == ""
     damage(sample_path(stage.folder, "s05"))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(stage.script, "write_atomic", lambda path, data: killed() if path.name == "verify.json" else None)
+        patch.setattr(verifying, "write_atomic", lambda path, data: killed() if path.name == "verify.json" else None)
         stage("--verify")
-    stage.let_go()
+    let_go(stage.folder)
     assert not stage.complete()
     assert "1 of 20 samples failed" in stage("--verify")
     (stage.folder / "manifest.json").write_text("{}")
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(stage.script.Journal, "add", killed)
+        patch.setattr(Journal, "add", killed)
         stage("--redo-failed")
-    stage.let_go()
+    let_go(stage.folder)
     assert not stage.complete()
     assert stage("--redo-failed") == "" and stage.complete()
 
 
 def test_a_target_that_verify_cannot_use_is_named_before_anything_is_sent(stage, tmp_path):
+    def said() -> str:
+        return stage("--verify", "--verifier-path", target)
+
     target = tmp_path / "target"
     target.mkdir()
-    assert "no readable safetensors of the target" in stage("--verify", "--verifier-path", target)
-    save_file({"model.norm.weight": torch.ones(WIDTH), "lm_head.weight": torch.eye(WIDTH).to(torch.uint8)}, target / "model.safetensors")
-    assert "lm_head.weight is quantised (U8)" in stage("--verify", "--verifier-path", target)
-    save_file({"model.norm.weight": torch.ones(WIDTH)}, target / "model.safetensors")
-    assert "no lm_head.weight among its tensors" in stage("--verify", "--verifier-path", target)
+    assert "config.json: not readable" in said()
+    sizes = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    (target / "config.json").write_text(json.dumps(dict.fromkeys(sizes, WIDTH)))
+    assert "no safetensors there. --verifier-path must name the target's folder" in said()
+    head, norm = torch.eye(WIDTH), {"model.norm.weight": torch.ones(WIDTH)}
+    save_file({**norm, "lm_head.weight": head.to(torch.uint8)}, target / "model.safetensors")
+    assert "lm_head.weight is quantised (U8)" in said()
+    save_file(norm, target / "model.safetensors")
+    assert "no lm_head.weight among its tensors" in said()
     (target / "model.safetensors").write_bytes(b"x" * 100)
-    assert "no readable safetensors of the target" in stage("--verify", "--verifier-path", target)
-    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(("model.norm.weight", "lm_head.weight"), "a.safetensors")}))
-    assert "a.safetensors" in stage("--verify", "--verifier-path", target) and stage.servers[0].asked == []
-    save_file({"model.norm.weight": torch.ones(WIDTH), "lm_head.weight": torch.eye(WIDTH)}, target / "a.safetensors")
-    assert stage("--verify", "--verifier-path", target) == ""  # every state chooses token 0, as the responses do
+    assert "model.safetensors: not readable" in said()
+    places = dict.fromkeys(("model.norm.weight", "lm_head.weight"), "a.safetensors")
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert "a.safetensors" in said() and stage.servers[0].asked == []
+    save_file({**norm, "lm_head.weight": head}, target / "a.safetensors")
+    assert said() == ""  # every state chooses token 0, as the responses do

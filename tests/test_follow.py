@@ -20,6 +20,11 @@ from safetensors.torch import load_file
 
 from conftest import ROOT, TINY_KIMI, free_port, load_script, post, run_script
 from train_reference import random_sample, write_hidden_states, write_mapping, write_target
+from eagle3.checkpoints import checkpoints
+from eagle3 import checked, follow
+from eagle3.follow import Follow, release_steps
+from eagle3.stage import UserError
+from eagle3.states import HEADER_BYTES, sample_path
 
 train, extract = load_script("04_train"), load_script("03_extract")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
@@ -30,7 +35,7 @@ SAMPLES, BOUND_GB = 150, 0.012
 
 def drafter(output: Path) -> dict[str, str]:
     """sha256 of what training made: the drafter and its whole training state at the end."""
-    last = train.checkpoints(output)[-1][1]
+    last = checkpoints(output)[-1][1]
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in
             {"drafter": output / "best/model.safetensors", "config": output / "best/config.json", "state": last / "training_state/state.safetensors",
              "val_ids": output / "val_ids.json"}.items()}
@@ -198,7 +203,7 @@ def test_03_does_not_extract_released_samples_again(run, server, clean, monkeypa
     (folder / "stage.json").write_text(json.dumps(stage | {"bounded": True}))
     rows = [row for row in map(json.loads, (folder / "landed.jsonl").read_text().splitlines()) if "id" in row]
     for row in rows[:60]:
-        train.sample_path(folder, row["id"]).unlink()
+        sample_path(folder, row["id"]).unlink()
     with open(folder / "released.jsonl", "w") as file:
         for row in rows[:40]:
             file.write(json.dumps({"id": row["id"], "checksum": row["checksum"]}) + "\n")
@@ -301,13 +306,13 @@ class Lander(threading.Thread):
 
     def run(self):
         rows = [json.loads(line) for line in self.lines[1:]]
-        most = {row["id"]: row["tokens"] * (4 * 32 * 4 + 5) + train.HEADER_BYTES for row in rows}
+        most = {row["id"]: row["tokens"] * (4 * 32 * 4 + 5) + HEADER_BYTES for row in rows}
         for row in rows:
             if row["id"] in self.failed:
                 with open(self.folder / "quarantine.jsonl", "a") as file:
                     file.write(json.dumps({"id": row["id"], "reason": "not finite", "detail": ""}) + "\n")
                 continue
-            source, place = train.sample_path(self.source, row["id"]), train.sample_path(self.folder, row["id"])
+            source, place = sample_path(self.source, row["id"]), sample_path(self.folder, row["id"])
             while sum(map(most.get, names(self.folder))) + most[row["id"]] > self.bound:
                 time.sleep(0.005)
             data = bytearray(source.read_bytes())
@@ -327,7 +332,8 @@ TOY_BOUND = 1_500_000
 
 def test_samples_that_failed_are_left_out_as_in_the_unbounded_run(toy, tmp_path, monkeypatch, capsys):
     """One quarantined by 03, one damaged on the disk, one of them for validation, too: the other samples stay in the batches planned for them."""
-    monkeypatch.setattr(train, "MAX_BAD", 0.05)
+    for room in (checked, follow):
+        monkeypatch.setattr(room, "MAX_BAD", 0.05)
     val = json.loads((toy / "output/val_ids.json").read_text())["ids"] if (toy / "output/val_ids.json").exists() else []
     plan = [json.loads(line)["id"] for line in (toy / "hidden_states/plan.jsonl").read_text().splitlines()]
     failed, damaged = {plan[3], plan[40], *val[:1]}, {plan[77]}
@@ -344,7 +350,7 @@ def test_samples_that_failed_are_left_out_as_in_the_unbounded_run(toy, tmp_path,
     manifest["index_sha256"] = hashlib.sha256((unbounded / "index.jsonl").read_bytes()).hexdigest()
     (unbounded / "manifest.json").write_text(json.dumps(manifest))
     for name in damaged:
-        path = train.sample_path(unbounded, name)
+        path = sample_path(unbounded, name)
         data = bytearray(path.read_bytes())
         data[-100] ^= 1
         path.write_bytes(data)
@@ -361,7 +367,7 @@ def test_two_ranks_follow_as_one(toy, tmp_path):
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "04_train.py"),
                            *toy_arguments(toy, tmp_path / "two", tmp_path / "output2", "--follow", "--dtype", "float64")], env=ENV, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (load_file(train.checkpoints(tmp_path / name)[-1][1] / "training_state/state.safetensors") for name in ("output1", "output2"))
+    one, two = (load_file(checkpoints(tmp_path / name)[-1][1] / "training_state/state.safetensors") for name in ("output1", "output2"))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-9, atol=1e-12)
     assert names(tmp_path / "one") == names(tmp_path / "two") == set(json.loads((tmp_path / "output2/val_ids.json").read_text())["ids"])
@@ -389,7 +395,7 @@ def test_killed_between_a_checkpoint_and_its_release(toy, in_order, tmp_path, mo
         shutil.copy(toy / "hidden_states" / name, tmp_path / "data")
     (tmp_path / "data/bound.json").write_text('{"max_disk_gb": 1e-6}')
     arguments = toy_arguments(toy, tmp_path / "bounded", tmp_path / "followed", "--follow", "--release-share", 1)  # it saves when it must
-    with pytest.raises(train.UserError) as refused:
+    with pytest.raises(UserError) as refused:
         train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "refused", "--follow"))
     Lander(toy / "hidden_states", tmp_path / "bounded", int(float(str(refused.value).split("need at least ")[1].split()[0].rstrip(".")) * 1e9))
 
@@ -398,11 +404,11 @@ def test_killed_between_a_checkpoint_and_its_release(toy, in_order, tmp_path, mo
             raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Follow, "release", killed)
+        patch.setattr(Follow, "release", killed)
         with pytest.raises(RuntimeError, match="killed"):
             train.main(arguments)
     gc.collect()  # the lock that the first process would have lost by dying
-    assert train.checkpoints(tmp_path / "followed") and not (tmp_path / "bounded/released.jsonl").read_text()
+    assert checkpoints(tmp_path / "followed") and not (tmp_path / "bounded/released.jsonl").read_text()
     done = run_script("04_train", *arguments, env=ENV, timeout=100)
     assert done.returncode == 0 and " resume " in done.stdout, done.stderr
     assert drafter(tmp_path / "followed") == in_order
@@ -426,17 +432,17 @@ def test_04_says_what_it_waits_for_and_ends_when_told(toy, tmp_path):
 def test_samples_released_to_another_output_are_not_missed_in_silence(toy, tmp_path):
     Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND).join(0.1)
     train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow"))
-    with pytest.raises(train.UserError, match="released to another output folder"):
+    with pytest.raises(UserError, match="released to another output folder"):
         train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "second", "--follow"))
     manifest = json.loads((tmp_path / "data/manifest.json").read_text())
     (tmp_path / "data/manifest.json").write_text(json.dumps(manifest | {"bounded": True}))
-    with pytest.raises(train.UserError, match="bounded mode, so most of its samples are gone"):
+    with pytest.raises(UserError, match="bounded mode, so most of its samples are gone"):
         train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "third"))
 
 
 @pytest.mark.parametrize("more", [["--epochs", 2], ["--max-steps", 3], ["--release-share", 0]])
 def test_flags_that_cannot_be(toy, tmp_path, more):
-    with pytest.raises(train.UserError, match="--follow is one pass"):
+    with pytest.raises(UserError, match="--follow is one pass"):
         train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / "output", "--follow", *more))
 
 
@@ -444,9 +450,9 @@ def test_release_steps_by_hand():
     """Files of 10 bytes; positions 0..7 go to steps 1 1 2 1 2 3, one stays, 3."""
     sizes, step_of = np.full(8, 10), np.array([1, 1, 2, 1, 2, 3, 4, 3])
     # Before step 1: positions 0-3; before step 2, released after 1: 0-4 less three; before 3: all eight less five
-    assert train.release_steps(sizes, step_of, 3, 80, 1.0, 0) == ([], 40)
-    assert train.release_steps(sizes, step_of, 3, 40, 1.0, 0) == ([1, 2], 40)
-    assert train.release_steps(sizes, step_of, 3, 50, 1.0, 0)[0] == [2]
-    assert train.release_steps(sizes, step_of, 3, 80, 0.4, 0)[0] == [1]
-    assert train.release_steps(sizes, step_of, 3, 39, 1.0, 0)[1] == 40
-    assert train.release_steps(sizes, step_of, 3, 40, 1.0, 2) == ([], 30)
+    assert release_steps(sizes, step_of, 3, 80, 1.0, 0) == ([], 40)
+    assert release_steps(sizes, step_of, 3, 40, 1.0, 0) == ([1, 2], 40)
+    assert release_steps(sizes, step_of, 3, 50, 1.0, 0)[0] == [2]
+    assert release_steps(sizes, step_of, 3, 80, 0.4, 0)[0] == [1]
+    assert release_steps(sizes, step_of, 3, 39, 1.0, 0)[1] == 40
+    assert release_steps(sizes, step_of, 3, 40, 1.0, 2) == ([], 30)

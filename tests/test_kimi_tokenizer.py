@@ -1,4 +1,5 @@
-"""The stages on a tokenizer of Kimi-K2.5's kind: slow, byte ranks in Python, 163,840 ids, no offsets (tests/kimi_tokenizer)."""
+"""The stages on a tokenizer of Kimi-K2.5's kind (tests/kimi_tokenizer): slow, byte ranks in Python, 163,840 ids, no
+offsets."""
 import json
 import random
 import subprocess
@@ -9,6 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from conftest import ROOT, load_script
+from eagle3.responses import Answer
+from eagle3.stage import UserError
+from eagle3.tokens import STOP, THINK as THINK_NAMES, TOOL, Tokens, load_tokenizer, tokenizer_hash
 from test_vocab import responses
 
 generate, vocab, benchmark = (load_script(name) for name in ("01_generate", "02_build_vocab", "05_benchmark"))
@@ -34,9 +38,8 @@ def tokenizer(folder):
 @pytest.fixture(scope="module")
 def tokens(folder):
     """{thinking: 01's reader of this tokenizer}, loaded and set up as 01 does it."""
-    args = generate.build_parser().parse_args(["--tokenizer", str(folder), "--output-dir", "x"])
-    loaded = generate.load_tokenizer(folder, True)
-    return {mode: generate.Tokens(loaded, args.stop_token, args.think_tokens, args.tool_tokens, mode) for mode in (True, False)}
+    loaded = load_tokenizer(folder, True)
+    return {mode: Tokens(loaded, STOP, THINK_NAMES, TOOL, mode) for mode in (True, False)}
 
 
 def test_it_is_of_kimis_kind(tokenizer):
@@ -49,8 +52,10 @@ def test_it_is_of_kimis_kind(tokenizer):
 
 def test_any_text_and_any_bytes_come_back(tokenizer):
     rng = random.Random(0)
-    texts = ["", "\n\n", " \t x  y\r\n", "naïve 中文 🙂 ½", "def f(x):\n    return {'a': [x, 1_000.5]}\n", "<think", "_a__b_",
-             *("".join(chr(rng.choice([rng.randrange(1, 127), rng.randrange(160, 0xD800), rng.randrange(0x1F300, 0x1F600)]))
+    texts = ["", "\n\n", " \t x  y\r\n", "naïve 中文 🙂 ½", "def f(x):\n    return {'a': [x, 1_000.5]}\n", "<think",
+             "_a__b_",
+             *("".join(chr(rng.choice([rng.randrange(1, 127), rng.randrange(160, 0xD800),
+                                       rng.randrange(0x1F300, 0x1F600)]))
                        for _ in range(60)) for _ in range(20))]
     for text in texts:
         for ids in (tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)):
@@ -69,9 +74,11 @@ def test_text_of_a_special_token_stays_text(tokens, tokenizer):
 def test_a_prompt_written_out_by_hand(tokens, thinking):
     plain = tokens[thinking].encode
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"},
-                {"role": "assistant", "reasoning_content": "forgotten", "content": "1"}, {"role": "user", "content": "two"}]
+                {"role": "assistant", "reasoning_content": "forgotten", "content": "1"},
+                {"role": "user", "content": "two"}]
     assert tokens[thinking].prompt_ids(messages, None) == [
-        SYSTEM, *plain("system"), MIDDLE, *plain("be brief"), IM_END, USER, *plain("user"), MIDDLE, *plain("one"), IM_END,
+        SYSTEM, *plain("system"), MIDDLE, *plain("be brief"), IM_END, USER, *plain("user"), MIDDLE, *plain("one"),
+        IM_END,
         ASSISTANT, *plain("assistant"), MIDDLE, THINK, END_THINK, *plain("1"), IM_END,
         USER, *plain("user"), MIDDLE, *plain("two"), IM_END,
         ASSISTANT, *plain("assistant"), MIDDLE, THINK, *([] if thinking else [END_THINK])]
@@ -83,22 +90,26 @@ def test_answers_come_apart_and_together_again(tokens, thinking):
     reader = tokens[thinking]
     prompt = reader.prompt_ids([{"role": "user", "content": "1+1"}], TOOLS)
     assert prompt[:1] == [SYSTEM]  # tools are declared first
-    for content, calls, finish in (("2", [], "stop"), ("", [TOOL_CALL], "tool_calls"), ("cut o", [], "length"), ("\n 2 \n", [TOOL_CALL], "tool_calls")):
-        answer = generate.Answer(content, "so:\n\n1+1 " if thinking else None, json.loads(json.dumps(calls)), finish, None)
-        ids = reader.answer_ids(answer, prompt, 0)
+    for content, calls, finish in (("2", [], "stop"), ("", [TOOL_CALL], "tool_calls"), ("cut o", [], "length"),
+                                   ("\n 2 \n", [TOOL_CALL], "tool_calls")):
+        answer = Answer(content, "so:\n\n1+1 " if thinking else None, json.loads(json.dumps(calls)), finish, None)
+        ids = reader.rebuilt_ids(answer, prompt, 0)
         assert (ids[-1] == IM_END) == (finish != "length") and (END_THINK in ids) == thinking
         if calls:
             section = ids[ids.index(SECTION):]
-            assert section == [SECTION, CALL, *reader.encode("functions.add:0"), ARGUMENT, *reader.encode('{"a": 1}'), END_CALL, END_SECTION, IM_END]
+            assert section == [SECTION, CALL, *reader.encode("functions.add:0"), ARGUMENT, *reader.encode('{"a": 1}'),
+                               END_CALL, END_SECTION, IM_END]
         reasoning, text, found, flags = reader.read(prompt, ids)
         assert (reasoning, text, found, flags) == (answer.reasoning, content, calls, [])
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])
 def test_05_renders_what_01_renders(tokens, tokenizer, mode):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "c"}]
     for row in ({"prompt": "q"}, {"messages": messages}):
-        wanted = tokens[mode == "on"].prompt_ids(row.get("messages") or [{"role": "user", "content": row["prompt"]}], None)
+        wanted = tokens[mode == "on"].prompt_ids(row.get("messages") or [{"role": "user", "content": row["prompt"]}],
+                                                 None)
         assert benchmark.render(tokenizer, row, mode) == wanted
 
 
@@ -106,10 +117,12 @@ def test_05_renders_what_01_renders(tokens, tokenizer, mode):
 def test_01_writes_given_conversations_with_it(folder, tmp_path, capsys, mode):
     """Multi-turn, with tools and reasoning, through the whole of 01; no server is asked."""
     reasoning = {"reasoning_content": "add them"} if mode == "on" else {}
-    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", **reasoning, "content": "2"}, {"role": "user", "content": "and with the tool?"},
+    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", **reasoning, "content": "2"},
+            {"role": "user", "content": "and with the tool?"},
             {"role": "assistant", **reasoning, "content": "", "tool_calls": [TOOL_CALL]}]
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "p", "messages": talk, "tools": TOOLS}) + "\n")
-    generate.main(["--prompts", str(tmp_path / "prompts.jsonl"), "--answers", "given", "--tokenizer", str(folder), "--trust-remote-code",
+    generate.main(["--prompts", str(tmp_path / "prompts.jsonl"), "--answers", "given", "--tokenizer", str(folder),
+                   "--trust-remote-code",
                    "--thinking", mode, "--output-dir", str(tmp_path / "out")])
     rows = [json.loads(line) for line in (tmp_path / "out/part-00000.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == ["p-t0", "p-t1"]
@@ -122,16 +135,18 @@ def test_01_writes_given_conversations_with_it(folder, tmp_path, capsys, mode):
 def test_02_counts_over_the_whole_vocabulary(folder, tmp_path):
     rng = random.Random(0)
     answers = [[rng.randrange(VT) for _ in range(200)] + [IM_END] for _ in range(40)]
-    data = responses(tmp_path / "responses", answers, inputs={"tokenizer": vocab.tokenizer_hash(folder)})
-    flags = ["--data-dir", str(data), "--tokenizer", str(folder), "--trust-remote-code", "--target-vocab-size", str(VT), "--workers", "1",
+    data = responses(tmp_path / "responses", answers, inputs={"tokenizer": tokenizer_hash(folder)})
+    flags = ["--data-dir", str(data), "--tokenizer", str(folder), "--trust-remote-code", "--target-vocab-size", str(VT),
+             "--workers", "1",
              "--draft-vocab-size", "32000", "--output-dir"]
     vocab.main([*flags, str(tmp_path / "map")])
     d2t, t2d = np.load(tmp_path / "map/d2t.npy"), np.load(tmp_path / "map/t2d.npy")
     assert t2d.shape == (VT,) and d2t.shape == (32000,) and np.array_equal(np.flatnonzero(t2d), np.arange(32000) + d2t)
-    assert t2d[[THINK, END_THINK, SECTION, END_SECTION, CALL, ARGUMENT, END_CALL, IM_END]].all()  # the special ones that a target emits
+    # the special ones that a target emits
+    assert t2d[[THINK, END_THINK, SECTION, END_SECTION, CALL, ARGUMENT, END_CALL, IM_END]].all()
     assert t2d[[token for answer in answers for token in answer]].all()  # 8,000 of 32,000: all of them fit
     answers[3][5] = VT
-    broken = responses(tmp_path / "broken", answers, inputs={"tokenizer": vocab.tokenizer_hash(folder)})
+    broken = responses(tmp_path / "broken", answers, inputs={"tokenizer": tokenizer_hash(folder)})
     flags[1] = str(broken)
-    with pytest.raises(vocab.UserError, match="token id 163840 is outside"):
+    with pytest.raises(UserError, match="token id 163840 is outside"):
         vocab.main([*flags, str(tmp_path / "map2")])

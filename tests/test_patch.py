@@ -1,4 +1,5 @@
-"""The patcher: original bytes come back, what it does not know it leaves alone, and a patched server is the original until asked."""
+"""The patcher: original bytes come back, what it does not know it leaves alone, and a patched server is the original
+until asked."""
 import hashlib
 import json
 import os
@@ -18,8 +19,8 @@ TARGET = "srt/models/deepseek_v2.py"
 
 
 def run(folder: Path, *argv: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-B", str(ROOT / "patches/sglang_patch.py"), *argv, "--sglang-path", str(folder)], text=True,
-                          capture_output=True)
+    command = [sys.executable, "-B", str(ROOT / "patches/sglang_patch.py"), *argv, "--sglang-path", str(folder)]
+    return subprocess.run(command, text=True, capture_output=True)
 
 
 def refused(folder: Path, *argv: str) -> str:
@@ -60,7 +61,8 @@ def test_apply_status_restore(sglang):
     before = files(sglang)
     assert run(sglang, "status").stdout.endswith("sglang: original\n")
     applied = run(sglang, "apply")
-    assert applied.returncode == 0 and re.search(r": patched \(patch [0-9a-f]{12}, the original is kept as .*\)\n$", applied.stdout)
+    assert applied.returncode == 0
+    assert re.search(r": patched \(patch [0-9a-f]{12}, the original is kept as .*\)\n$", applied.stdout)
     assert run(sglang, "status").stdout == applied.stdout
     patched = files(sglang)
     assert set(patched) - set(before) == {"srt/eagle3_capture.py", f"{TARGET}.eagle3_original"}
@@ -107,7 +109,8 @@ def test_no_sglang_there(tmp_path):
 def test_a_file_without_the_anchor_or_that_would_not_compile_is_refused(sglang):
     path = sglang / TARGET
     text = path.read_text()
-    path.write_text(text.replace("        aux_hidden_states = None\n        if self.cap", "        aux_hidden_states = 0\n        if self.cap"))
+    anchor = "        aux_hidden_states = None\n        if self.cap"
+    path.write_text(text.replace(anchor, anchor.replace("None", "0")))
     assert "stands there 0 times" in refused(sglang, "apply", "--add-version")
     path.write_text("def broken(:\n" + text)
     assert "does not compile" in refused(sglang, "apply", "--add-version")
@@ -135,8 +138,8 @@ def test_a_version_can_be_added(sglang, tmp_path):
     before = files(sglang)
 
     def own(*argv):
-        return subprocess.run([sys.executable, "-B", str(patches / "sglang_patch.py"), *argv, "--sglang-path", str(sglang)], text=True,
-                              capture_output=True)
+        command = [sys.executable, "-B", str(patches / "sglang_patch.py"), *argv, "--sglang-path", str(sglang)]
+        return subprocess.run(command, text=True, capture_output=True)
 
     assert own("apply", "--add-version").returncode == 0
     assert set(json.loads((patches / "versions.json").read_text())) - set(VERSIONS) == {
@@ -146,7 +149,8 @@ def test_a_version_can_be_added(sglang, tmp_path):
 
 
 @pytest.mark.parametrize("error, words", [
-    (PermissionError(13, "Permission denied", "/there"), "/there: Permission denied. Run this as the user who owns that SGLang."),
+    (PermissionError(13, "Permission denied", "/there"),
+     "/there: Permission denied. Run this as the user who owns that SGLang."),
     (OSError(28, "No space left on device"), "sglang: No space left on device. Mend that")])
 def test_not_able_to_write_is_one_line(sglang, monkeypatch, error, words):
     patcher = load_script("sglang_patch")
@@ -175,10 +179,12 @@ def test_who_could_read_the_original_can_read_what_is_written(sglang):
 
 def test_a_patched_server_without_the_variable_is_the_original(engine, patched_sglang, tmp_path):
     def answers(url: str) -> list:
-        request = {"input_ids": [[300 + n * k for n in range(40)] for k in (1, 2, 3)], "return_logprob": True, "logprob_start_len": 0,
+        prompts = [[300 + n * k for n in range(40)] for k in (1, 2, 3)]
+        request = {"return_logprob": True, "logprob_start_len": 0,
                    "sampling_params": {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}}
-        return [(answer["output_ids"], answer["meta_info"]["input_token_logprobs"], answer["meta_info"]["output_token_logprobs"])
-                for answer in (post(f"{url}/generate", {**request, "input_ids": ids}) for ids in request["input_ids"])]
+        given = [post(f"{url}/generate", {**request, "input_ids": ids}) for ids in prompts]
+        return [(answer["output_ids"], answer["meta_info"]["input_token_logprobs"],
+                 answer["meta_info"]["output_token_logprobs"]) for answer in given]
 
     original = answers(engine().url)
     server = Engine(tmp_path / "log", TINY_KIMI, {}, {"PYTHONPATH": str(patched_sglang)})
@@ -192,13 +198,14 @@ def test_a_patched_server_without_the_variable_is_the_original(engine, patched_s
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_release_from_the_package_index(version, tmp_path):
-    """Run when versions.json or the patcher changes: the wheel of each release, apply -> compile -> status -> restore."""
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(tmp_path), f"sglang=={version}"],
-                   check=True)
+    """Run when versions.json or the patcher changes: each release's wheel, apply -> compile -> status -> restore."""
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",
+                    "-d", str(tmp_path), f"sglang=={version}"], check=True)
     wheel, = tmp_path.glob("sglang-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if name in (f"sglang/{TARGET}", "sglang/_version.py", "sglang/srt/server_args.py") or name.startswith("sglang/srt/arg_groups/fields/"):
+            if name in (f"sglang/{TARGET}", "sglang/_version.py", "sglang/srt/server_args.py") \
+                    or name.startswith("sglang/srt/arg_groups/fields/"):
                 archive.extract(name, tmp_path)
     wheel.unlink()
     folder = tmp_path / "sglang"
@@ -208,11 +215,12 @@ def test_every_release_from_the_package_index(version, tmp_path):
     assert ": patched (" in run(folder, "status").stdout
     compile((folder / TARGET).read_text(), TARGET, "exec")
     assert run(folder, "restore").returncode == 0 and files(folder) == before
-    # The rule that turns layer ids into layers, from the release's own source: the capture module and 04's exporter rely on it
+    # How layer ids become layers, from the release's own source: the capture module and 04's exporter rely on it
     text = before[TARGET].decode()
     adds_always = "if layer_ids and layer_ids[0] == 1" not in text
     assert adds_always == (load_script("sglang_patch").release_order(version) < [0, 5, 13])
     # Flags the capture module refuses by: a release that renames one would not be refused any more
     names = "".join(before[name].decode() for name in before if name == "srt/server_args.py" or "/fields/" in name)
-    assert all(f"{name}:" in names for name in ("disable_radix_cache", "enable_dp_attention", "pp_size", "enable_two_batch_overlap",
-                                                "attn_cp_size", "speculative_algorithm"))
+    for name in ("disable_radix_cache", "enable_dp_attention", "pp_size", "enable_two_batch_overlap", "attn_cp_size",
+                 "speculative_algorithm"):
+        assert f"{name}:" in names

@@ -15,9 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import TINY_KIMI, load_script, post, run_script
+from conftest import TINY_KIMI, post, run_script
+from eagle3.acceptance import walk
+from eagle3.batches import Sample, collate
+from eagle3.drafter import Drafter, Shape
+from eagle3.states import sample_path
+from eagle3.target import Target
+from eagle3.ttt import ttt_pass
+from eagle3.figures import beyond_answer, prediction_check
+from eagle3.load import spec_counts
 
-train, bench = load_script("04_train"), load_script("05_benchmark")
 MAX_TOKENS, STEPS = 64, 3
 SUBJECTS = ["a list", "a dictionary", "a generator", "the with statement", "an exception", "a decorator", "a module", "a class", "a lambda",
             "an iterator", "str.join", "os.path", "a tuple", "a set", "slicing", "the import statement", "a closure", "an integer", "a float",
@@ -57,7 +64,7 @@ def rows(run):
 def served(server, row: dict, max_tokens: int) -> dict:
     answer = post(f"{server.url}/generate", {"input_ids": row["prompt_ids"], "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0}})
     assert answer["output_ids"] == row["response_ids"][:max_tokens], "speculation changed the text"
-    return {"completion_tokens": answer["meta_info"]["completion_tokens"], "spec": bench.spec_counts(answer["meta_info"])}
+    return {"completion_tokens": answer["meta_info"]["completion_tokens"], "spec": spec_counts(answer["meta_info"])}
 
 
 def test_training_predicts_the_counts_of_every_validation_request(run, rows, engine):
@@ -68,9 +75,9 @@ def test_training_predicts_the_counts_of_every_validation_request(run, rows, eng
     for name, (verify, correct) in prediction["samples"].items():
         records.append({"id": name, **served(server, rows[name], MAX_TOKENS)})
         spec = records[-1]["spec"]
-        beyond += bench.beyond_answer(records[-1])
-        assert (spec["verify_steps"], spec["correct_drafts"] - bench.beyond_answer(records[-1])) == (verify, correct), name
-    check = bench.prediction_check(prediction, records, {"speculative_num_steps": STEPS, "speculative_eagle_topk": 1}, 0.0)
+        beyond += beyond_answer(records[-1])
+        assert (spec["verify_steps"], spec["correct_drafts"] - beyond_answer(records[-1])) == (verify, correct), name
+    check = prediction_check(prediction, records, {"speculative_num_steps": STEPS, "speculative_eagle_topk": 1}, 0.0)
     assert check["served"] == pytest.approx(check["predicted"]) == pytest.approx(prediction["accept_length"]) and check["equal_answers"] == len(records)
     assert check["as_long_answers"] == len(records)
     assert prediction["accept_length"] > 1.1, "nothing was accepted: the proof would be empty"
@@ -78,20 +85,20 @@ def test_training_predicts_the_counts_of_every_validation_request(run, rows, eng
 
 def offline(run):
     """04's draft module with the exported weights: name, tokens -> right (STEPS, rows) and the first row's position."""
-    config, target = json.loads((run / "output" / "best" / "config.json").read_text()), train.Target(TINY_KIMI)
+    config, target = json.loads((run / "output" / "best" / "config.json").read_text()), Target(TINY_KIMI)
     weights = load_file(run / "output" / "best" / "model.safetensors")
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    shape = train.Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"], config["intermediate_size"],
+    shape = Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"], config["intermediate_size"],
                         config["vocab_size"], config["draft_vocab_size"], config["rms_norm_eps"], config["rope_theta"], config["max_position_embeddings"])
-    draft = train.Drafter(shape, torch.float32, torch.device("cpu"), target.tensor("embed").float(), target.tensor("head").float()[draft_ids], draft_ids, 1024)
+    draft = Drafter(shape, torch.float32, torch.device("cpu"), target.tensor("embed").float(), target.tensor("head").float()[draft_ids], draft_ids, 1024)
     draft.load(weights)
 
     def right(row: dict, max_tokens: int):
         start = len(row["prompt_ids"])
         end = start + len(row["response_ids"][:max_tokens])
-        sample = train.Sample(row["id"], train.sample_path(run / "hidden_states", row["id"]), end, [[start, end]], np.ones(end - start, np.float32))
-        _, hits = train.ttt_pass(draft, train.collate([sample], STEPS, shape.hidden), [1.0] * STEPS)
-        return train.walk(hits.numpy(), start, end, STEPS, sample.rows(STEPS)[0])
+        sample = Sample(row["id"], sample_path(run / "hidden_states", row["id"]), end, start, np.ones(end - start, np.float32))
+        _, hits = ttt_pass(draft, collate([sample], STEPS, shape.hidden), [1.0] * STEPS)
+        return walk(hits.numpy(), start, end, STEPS, sample.rows(STEPS)[0])
 
     return right
 
@@ -105,7 +112,7 @@ def test_accepted_drafts_of_every_verify_step(run, rows, engine, max_tokens):
         if min(max_tokens, len(row["response_ids"])) == 1:
             assert accepted == [] and record["spec"] is None  # no verify step, and SGLang sends no counts
             continue
-        beyond = bench.beyond_answer(record)
+        beyond = beyond_answer(record)
         accepted[-1] += beyond
         wanted = np.bincount(accepted, minlength=STEPS + 1).tolist()
         histogram = record["spec"]["histogram"] + [0] * (STEPS + 1 - len(record["spec"]["histogram"]))

@@ -6,10 +6,14 @@ final state are one-hot; attention and MLP are switched off but for a counter, s
 import numpy as np
 import torch
 
-from conftest import load_script
 from train_reference import write_hidden_states
+from eagle3.acceptance import walk
+from eagle3.batches import Sample, collate
+from eagle3.drafter import Drafter, Shape
+from eagle3.states import sample_path
+from eagle3 import ttt
+from eagle3.ttt import ttt_pass
 
-train = load_script("04_train")
 TOKENS = [10, 11, 12, 13, 14, 15, 16, 17]  # x0..x4 prompt, x5 x6 x7 answer
 P, T, STEPS = 5, 8, 3
 H = D = 32  # one head as wide as the hidden state
@@ -54,8 +58,8 @@ def run_recorded(tmp_path, monkeypatch, wrong_best=False):
     head = torch.zeros(T, H)
     head[:, :T] = 50 * torch.eye(T)  # the target's distribution after position i: all on draft token i
     draft_ids = torch.tensor(TOKENS)
-    shape = train.Shape(H, 1, 1, D, 4, vocab, T, 1e-12, 1e4, 64)
-    draft = train.Drafter(shape, torch.float32, torch.device("cpu"), embed, head, draft_ids, 64)
+    shape = Shape(H, 1, 1, D, 4, vocab, T, 1e-12, 1e4, 64)
+    draft = Drafter(shape, torch.float32, torch.device("cpu"), embed, head, draft_ids, 64)
     w = draft.master
     for name in ("input_norm", "hidden_norm", "post_norm", "norm"):
         w[name].fill_(1)
@@ -67,28 +71,35 @@ def run_recorded(tmp_path, monkeypatch, wrong_best=False):
     w["gate_up"][0, :T] = w["gate_up"][4, :T] = 10  # silu(gate) * up > 0 wherever the state is that of a position ...
     w["down"][COUNTER, 0] = 0.01  # ... counts the passes through the layer
 
-    seen = {"q": [], "keys": [], "target": [], "weight": []}
-    rope, attention, loss = train.rope_, train.attention, train.soft_cross_entropy
+    seen = {"q": [], "keys": [], "own": [], "target": [], "weight": []}
+    rope, attention, unseen, loss, add = ttt.rope, ttt.attention, ttt.unseen_keys, ttt.row_loss, ttt.Tally.add
 
-    def spy_rope(x, positions, table, head_dim, inverse=False):
+    def spy_rope(x, positions, table, head_dim):
         seen["q"].append((x.clone(), positions.clone()))
-        return rope(x, positions, table, head_dim, inverse)
+        return rope(x, positions, table, head_dim)
 
-    def spy_attention(q, kv, own, rows, shape):
-        scores = train.causal_scores(q, kv[:, :D], 1, 1)
-        seen["keys"].append((torch.isfinite(scores[0, 0]), len(own)))
-        return attention(q, kv, own, rows, shape)
+    def spy_attention(q, cache, spans, shape):
+        seen["own"].append(len(cache) - 1)
+        return attention(q, cache, spans, shape)
 
-    def spy_loss(logits, target, weight, kind):
-        seen["target"].append(target.clone()), seen["weight"].append(weight.clone())
-        row_loss, _, grad = loss(logits, target, weight, kind)
-        return row_loss, (target.argmax(-1) + (0 if wrong_best else 1)) % T, grad  # "drafts" the token after the target row: the right one
+    def spy_unseen(*sizes):
+        seen["keys"].append(~unseen(*sizes))
+        return unseen(*sizes)
 
-    monkeypatch.setattr(train, "rope_", spy_rope)
-    monkeypatch.setattr(train, "attention", spy_attention)
-    monkeypatch.setattr(train, "soft_cross_entropy", spy_loss)
-    packed = train.Sample("a", train.sample_path(tmp_path / "hidden_states", "a"), T, [[P, T]], np.ones(T - P, np.float32))
-    sums, right = train.ttt_pass(draft, train.collate([packed], STEPS, H), [1.0] * STEPS)
+    def spy_loss(logits, target, kind):
+        seen["target"].append(target.clone())
+        return loss(logits, target, kind)
+
+    def spy_add(tally, k, losses, best):
+        seen["weight"].append(tally.counts(k).float())
+        best = (seen["target"][-1].argmax(-1) + (0 if wrong_best else 1)) % T  # "drafts" the token after the target row: the right one
+        add(tally, k, losses, best)
+
+    for owner, name, spy in ((ttt, "rope", spy_rope), (ttt, "attention", spy_attention), (ttt, "unseen_keys", spy_unseen),
+                             (ttt, "row_loss", spy_loss), (ttt.Tally, "add", spy_add)):
+        monkeypatch.setattr(owner, name, spy)
+    packed = Sample("a", sample_path(tmp_path / "hidden_states", "a"), T, P, np.ones(T - P, np.float32))
+    sums, right = ttt_pass(draft, collate([packed], STEPS, H), [1.0] * STEPS)
     return packed, seen, sums, right
 
 
@@ -121,7 +132,7 @@ def test_each_step_is_fed_what_stands_in_the_table(tmp_path, monkeypatch):
                 assert (counters[k, p] > (counters[k - 1, p] if k else -1)) and (passes == 0) == (counters[k, p] == 0), (k, p)
             else:
                 assert seen["weight"][k][row] == 0, (k, p)
-    for k, (visible, own) in enumerate(seen["keys"]):
+    for k, (visible, own) in enumerate(zip(seen["keys"], seen["own"], strict=True)):
         assert own == k  # this position's own keys of steps 1..k
         assert [int(row.sum()) for row in visible] == [p + 1 for p in QUERIES] and all(row[:p + 1].all() for row, p in zip(visible, QUERIES))
     assert sums[:, 1].tolist() == [3, 2, 1]  # rows of which steps 0..k all count: (0,3) (0,4) (0,5); (1,3) (1,4); (2,3)
@@ -140,9 +151,9 @@ def test_walk_by_hand():
     right[0, 3] = right[1, 3] = True  # drafts x5 x6, not x7 -> emits x5 x6 x7
     right[1, 6] = True                # draft 0 wrong: what comes after it does not count -> emits x8
     right[:, 7] = True                # x9 x10 x11: all three, and that is the end; a fourth token would be past it
-    assert train.walk(right, 4, 12, 3, 0) == [2, 0, 3]
-    assert train.walk(right, 4, 12, 1, 0) == [1, 0, 0, 1, 0]  # one draft step; x4 | x5 x6 | x7 | x8 | x9 x10 | x11
+    assert walk(right, 4, 12, 3, 0) == [2, 0, 3]
+    assert walk(right, 4, 12, 1, 0) == [1, 0, 0, 1, 0]  # one draft step; x4 | x5 x6 | x7 | x8 | x9 x10 | x11
     right[:] = True
-    assert train.walk(right, 4, 12, 3, 0) == [3, 3]  # x4 | x5-x8 | x9-x11: drafts past the end are not counted
-    assert train.walk(right, 4, 5, 3, 0) == []  # one token: no verify step
-    assert train.walk(right[:, 3:], 4, 12, 3, 3) == [3, 3]  # rows that begin at position 3
+    assert walk(right, 4, 12, 3, 0) == [3, 3]  # x4 | x5-x8 | x9-x11: drafts past the end are not counted
+    assert walk(right, 4, 5, 3, 0) == []  # one token: no verify step
+    assert walk(right[:, 3:], 4, 12, 3, 3) == [3, 3]  # rows that begin at position 3

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +19,20 @@ from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, free_port, load_script, run_script
 from train_reference import random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target
+from eagle3.batches import Sample, collate, pack, plan_epoch, split_samples
+from eagle3.checked import read_checked, response_mass
+from eagle3.checkpoints import checkpoints, repair
+from eagle3.drafter import Drafter, Shape
+from eagle3.optimizers import Gradients, adamw_
+from eagle3.stage import UserError
+from eagle3.states import sample_path
+from eagle3.target import Target
+from eagle3 import checked
+from eagle3.trainer import Process, learning_rate
+from eagle3.ttt import ttt_pass
 
 train = load_script("04_train")
-SHAPE = train.Shape(32, 4, 2, 8, 48, 97, 61, 1e-5, 50000.0, 4096)
+SHAPE = Shape(32, 4, 2, 8, 48, 97, 61, 1e-5, 50000.0, 4096)
 STEP_WEIGHTS = [1.0, 0.7, 0.3]
 K = len(STEP_WEIGHTS)
 
@@ -45,7 +57,7 @@ def target(tmp_path_factory):
 
 def make_drafter(target, dtype=torch.float64, shape=SHAPE):
     _, embed, head, draft_ids = target
-    draft = train.Drafter(shape, dtype, torch.device("cpu"), embed, head[draft_ids], draft_ids, 256)
+    draft = Drafter(shape, dtype, torch.device("cpu"), embed, head[draft_ids], draft_ids, 256)
     draft.initialise(0)
     generator = torch.Generator().manual_seed(5)
     for view in draft.master.views.values():
@@ -63,21 +75,21 @@ def make_samples(target, tmp_path, lengths_and_masks):
         data = random_sample(length, mask, head, rng)
         write_sample(tmp_path, f"s{i}", data)
         tensors.append(data)
-        spans = train.mask_spans(data["loss_mask"])
-        mass, _, _ = train.response_mass({**data, "last_hidden_states": data["last_hidden_states"].double()}, spans, head.double(), draft_ids)
-        sample = train.Sample(f"s{i}", train.sample_path(tmp_path, f"s{i}"), length, spans, mass.numpy())
-        if spans and sample.counts(1)[0]:
+        start = length - int(data["loss_mask"].sum())
+        wide = {**data, "last_hidden_states": data["last_hidden_states"].double()}
+        mass, _, _ = response_mass(wide, start, head.double(), draft_ids)
+        sample = Sample(f"s{i}", sample_path(tmp_path, f"s{i}"), length, start, mass.numpy())
+        if sample.counts(1)[0]:
             samples.append(sample)
     return samples, tensors
 
 
 def passed(draft, samples, step_weights=STEP_WEIGHTS, kind="ce"):
-    """Sums and gradients (after unfold) of one packed pass."""
-    grads = train.Gradients(draft.shape.weights(), draft.dtype, "cpu")
+    """Sums and gradients of one packed pass."""
+    grads = Gradients(draft.shape.weights(), draft.dtype, "cpu")
     grads.begin(first=True, last=True)
-    sums, right = train.ttt_pass(draft, train.collate(samples, len(step_weights), 32).to("cpu", draft.dtype), step_weights, grads, kind)
+    sums, right = ttt_pass(draft, collate(samples, len(step_weights), 32).to("cpu", draft.dtype), step_weights, grads, kind)
     grads.wait()
-    train.unfold(grads, draft.weights)
     return sums, right, {name: view.clone() for name, view in grads.views.items()}
 
 
@@ -101,10 +113,10 @@ def reference(target, draft, tensors, kind="ce"):
 
 
 PACKS = {
-    "packed": [(1, "all"), (7, "tail"), (127, "tail"), (129, "mixed"), (5, "mixed")],
+    "packed": [(1, "all"), (7, "tail"), (127, "tail"), (129, "end"), (5, "end")],
     "1": [(1, "all")],
     "7": [(7, "all")],
-    "127": [(127, "mixed")],
+    "127": [(127, "end")],
     "129": [(129, "all")],
 }
 
@@ -121,7 +133,7 @@ def test_losses_and_gradients_equal_the_slow_reference(target, tmp_path, pack):
     assert [sum(s.counts(K)[k] for s in samples) for k in range(K)] == counts
     torch.testing.assert_close(sums[:, 0], losses, rtol=1e-6, atol=0)
     assert_close(found, gradients, 1e-6)
-    batch = train.collate(samples, K, 32)
+    batch = collate(samples, K, 32)
     for sample, ((q0, q1), _) in zip(samples, batch.spans):
         for row in range(q1 - q0):
             for k in range(K):
@@ -137,7 +149,7 @@ def test_losses_and_gradients_equal_the_slow_reference(target, tmp_path, pack):
 @pytest.mark.parametrize("kind", ["kl", "lk"])
 def test_other_losses_equal_the_slow_reference(target, tmp_path, kind):
     draft = make_drafter(target)
-    samples, tensors = make_samples(target, tmp_path, [(23, "tail"), (40, "mixed")])
+    samples, tensors = make_samples(target, tmp_path, [(23, "tail"), (40, "end")])
     losses, _, _, gradients = reference(target, draft, tensors, kind)
     sums, _, found = passed(draft, samples, kind=kind)
     torch.testing.assert_close(sums[:, 0], losses, rtol=1e-6, atol=0)
@@ -146,7 +158,7 @@ def test_other_losses_equal_the_slow_reference(target, tmp_path, kind):
 
 def test_packed_equals_unpacked(target, tmp_path):
     draft = make_drafter(target)
-    samples, _ = make_samples(target, tmp_path, [(9, "tail"), (64, "mixed"), (33, "all"), (12, "tail")])
+    samples, _ = make_samples(target, tmp_path, [(9, "tail"), (64, "end"), (33, "all"), (12, "tail")])
     sums, _, together = passed(draft, samples)
     apart = [passed(draft, [sample]) for sample in samples]
     torch.testing.assert_close(sums, sum(part[0] for part in apart), rtol=1e-12, atol=1e-12)
@@ -159,7 +171,7 @@ def test_leaving_rows_out_changes_no_gradient(target, tmp_path, monkeypatch):
     sums, _, some = passed(draft, samples)
     rows = [sample.rows(K) for sample in samples]
     assert all(query < context for _, context, query in rows)  # there was something to leave out
-    monkeypatch.setattr(train.Sample, "rows", lambda self, steps: (0, self.spans[-1][1] - 2, self.spans[-1][1] - 2))
+    monkeypatch.setattr(Sample, "rows", lambda self, steps: (0, self.tokens - 2, self.tokens - 2))
     all_sums, _, all_rows = passed(draft, samples)
     torch.testing.assert_close(sums[:, 0], all_sums[:, 0], rtol=1e-12, atol=1e-12)
     assert_close(some, all_rows, 1e-12)
@@ -168,7 +180,7 @@ def test_leaving_rows_out_changes_no_gradient(target, tmp_path, monkeypatch):
 def test_gradient_is_the_loss_changes_in_small_steps(target, tmp_path):
     """Needs no reference: central differences of the pass's own loss along random directions."""
     draft = make_drafter(target)
-    samples, _ = make_samples(target, tmp_path, [(19, "tail"), (31, "mixed")])
+    samples, _ = make_samples(target, tmp_path, [(19, "tail"), (31, "end")])
     _, _, gradients = passed(draft, samples)
     weights = torch.tensor(STEP_WEIGHTS, dtype=torch.float64)
     for name, view in draft.master.views.items():
@@ -190,30 +202,30 @@ def test_adamw_equals_torchs(target):
         gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         weight.grad = gradient * 0.5
         theirs.step()
-        train.adamw_(draft.master.flat, draft.weights.flat, gradient, first, second, torch.tensor(0.5, dtype=torch.float64), 3e-3, step, 0.9, 0.95, 0.1)
+        adamw_(draft.master.flat, draft.weights.flat, gradient, first, second, torch.tensor(0.5, dtype=torch.float64), 3e-3, step, (0.9, 0.95), 0.1)
     torch.testing.assert_close(draft.master.flat, weight.detach(), rtol=1e-12, atol=1e-15)
 
 
 def test_a_plan_of_steps_uses_every_sample_once_and_fits_the_bins():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 200, 300).tolist()
-    bins = train.pack(lengths, list(range(300)), 256)
+    bins = pack(lengths, list(range(300)), 256)
     assert sorted(i for indices in bins for i in indices) == list(range(300))
     assert all(sum(lengths[i] for i in indices) <= 256 for indices in bins)
     assert sum(lengths) / (256 * len(bins)) > 0.9  # how full they are
-    samples = [train.Sample(f"s{i}", Path(), length, [], np.zeros(0)) for i, length in enumerate(lengths)]
-    one, two = (train.plan_epoch(samples, 256, 2, seed, 0) for seed in (0, 1))
-    assert one == train.plan_epoch(samples, 256, 2, 0, 0) != two and one != train.plan_epoch(samples, 256, 2, 0, 1)
-    held = {seed: {s.id for s in train.split_samples(samples, 0.1, seed)[1]} for seed in (0, 1)}
+    samples = [Sample(f"s{i}", Path(), length, 0, None) for i, length in enumerate(lengths)]
+    one, two = (plan_epoch(samples, 256, 2, seed, 0) for seed in (0, 1))
+    assert one == plan_epoch(samples, 256, 2, 0, 0) != two and one != plan_epoch(samples, 256, 2, 0, 1)
+    held = {seed: {s.id for s in split_samples(samples, 0.1, seed)[1]} for seed in (0, 1)}
     assert len(held[0]) == 30 and held[0] != held[1]
-    fewer = {s.id for s in train.split_samples(samples[:200], 0.1, 0)[1]}
+    fewer = {s.id for s in split_samples(samples[:200], 0.1, 0)[1]}
     assert len(fewer & held[0]) >= 15  # a hash of the id decides: other samples move few
 
 
 def test_learning_rates():
-    rates = [train.learning_rate(step, 100, 1.0, 10, "cosine") for step in range(100)]
+    rates = [learning_rate(step, 100, 1.0, 10, "cosine") for step in range(100)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and rates[10] == 1.0 and rates[55] == pytest.approx(0.5) and 0 < rates[99] < 0.001
-    assert train.learning_rate(55, 100, 1.0, 10, "linear") == 0.5 and train.learning_rate(99, 100, 2.0, 0, "constant") == 2.0
+    assert learning_rate(55, 100, 1.0, 10, "linear") == 0.5 and learning_rate(99, 100, 2.0, 0, "constant") == 2.0
 
 
 # ------------------------------------------------------------------ the script
@@ -288,26 +300,39 @@ def test_run_leaves_what_the_contract_names(unbroken):
 def test_second_call_and_another_config(run_folder, unbroken):
     output, _ = unbroken
     before = contents(output)
-    assert "complete already" in trained(run_folder, output, *UNBROKEN, "--resume") and contents(output) == before
-    with pytest.raises(train.UserError, match="noise-std: 0.05 there, 0.1 now"):
+    assert "complete already" in trained(run_folder, output, *UNBROKEN) and contents(output) == before
+    with pytest.raises(UserError, match="noise-std: 0.05 there, 0.1 now"):
         trained(run_folder, output, *UNBROKEN, "--noise-std", 0.1)
     assert contents(output) == before
 
 
+# Runs 04 in its own process and kills that with SIGKILL when a function of eagle3.checkpoints is called for the N-th time
+DIES_AT = f"""
+import os, runpy, signal, sys
+sys.path.insert(0, {str(ROOT / 'scripts')!r})
+from eagle3 import checkpoints
+name, left, *sys.argv = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+original = getattr(checkpoints, name)
+def dies(*args, **more):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **more)
+setattr(checkpoints, name, dies)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_killed_three_times_equals_unbroken(run_folder, unbroken, tmp_path):
-    """kill -9 while a checkpoint is written, after one, and while best/ or the next one is made: then the same command ends in the same bytes."""
+    """kill -9 while a checkpoint is written, before best/ is made of it, and before a later one is renamed: the same bytes in the end."""
     wanted, _ = unbroken
     output = tmp_path / "output"
-    command = [sys.executable, "-u", str(ROOT / "04_train.py"), *map(str, arguments(run_folder, output, *UNBROKEN))]
-    for moment in ("checkpoint-4.tmp", "checkpoint-8", "checkpoint-12.tmp"):
-        process = subprocess.Popen(command, env={**os.environ, **ENV}, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while not (output / moment).exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.0002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not (output / "manifest.json").exists(), "killed too late: nothing was tested"
-    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True)
+    command = [str(ROOT / "04_train.py"), *map(str, arguments(run_folder, output, *UNBROKEN))]
+    for name, call, left in (("save_file", 2, "checkpoint-4.tmp"), ("make_best", 1, "checkpoint-4"), ("replace_folder", 2, "checkpoint-8.tmp")):
+        killed = subprocess.run([sys.executable, "-c", DIES_AT, name, str(call), *command], env={**os.environ, **ENV}, capture_output=True, text=True)
+        assert killed.returncode == -signal.SIGKILL and (output / left).exists(), killed.stderr
+    done = subprocess.run([sys.executable, *command], env={**os.environ, **ENV}, capture_output=True, text=True)
     assert done.returncode == 0 and "resume" in done.stdout, done.stderr
     assert contents(output) == contents(wanted)
 
@@ -319,7 +344,7 @@ def test_best_is_restored_when_a_crash_tore_it(run_folder, unbroken, tmp_path):
     for lost in ("best", "checkpoint-16"):  # between the two renames: the old one aside, the new one not yet there
         (output / lost).rename(output / f"{lost}.old")
     (output / "checkpoint-99.tmp").mkdir()
-    train.repair(output)
+    repair(output)
     assert contents(output) == before and not list(output.glob("*.old")) + list(output.glob("*.tmp"))
 
 
@@ -329,7 +354,7 @@ def test_two_ranks_equal_one(run_folder, tmp_path):
                *map(str, arguments(run_folder, tmp_path / "two", "--dtype", "float64", "--noise-std", 0.05))]
     done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    steps = train.checkpoints(tmp_path / "one")[-1][0]
+    steps = checkpoints(tmp_path / "one")[-1][0]
     one, two = (load_file(tmp_path / name / f"checkpoint-{steps}/training_state/state.safetensors") for name in ("one", "two"))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-9, atol=1e-12)
@@ -347,14 +372,14 @@ def test_options_change_what_they_should(run_folder, tmp_path):
     assert all(torch.equal(first[name], again[name]) for name in first)  # lr 0: the weights it started from
     eagle3 = json.loads((tmp_path / "a/best/eagle3.json").read_text())
     (tmp_path / "a/best/eagle3.json").write_text(json.dumps(eagle3 | {"capture_layers": [3, 5, 7]}))
-    with pytest.raises(train.UserError, match=r"trained on capture layers \[3, 5, 7\]"):
+    with pytest.raises(UserError, match=r"trained on capture layers \[3, 5, 7\]"):
         trained(run_folder, tmp_path / "d", "--finetune-from", tmp_path / "a/best")
     (tmp_path / "a/best/eagle3.json").unlink()  # another trainer's drafter has none
     (tmp_path / "a/best/model.safetensors").write_bytes(b"x" * 20)
-    with pytest.raises(train.UserError, match="a/best/model.safetensors: "):
+    with pytest.raises(UserError, match="a/best/model.safetensors: "):
         trained(run_folder, tmp_path / "d", "--finetune-from", tmp_path / "a/best")
     (tmp_path / "a/best/model.safetensors").unlink()
-    with pytest.raises(train.UserError, match="--finetune-from: "):
+    with pytest.raises(UserError, match="--finetune-from: "):
         trained(run_folder, tmp_path / "d", "--finetune-from", tmp_path / "a/best")
     trained(run_folder, tmp_path / "c", "--max-steps", 4, "--export-dtype", "float32", "--ema", 0.9, "--loss", "lk", "--scheduler", "linear",
             "--step-weights", 1, 0.5, 0.25)
@@ -397,7 +422,7 @@ def spoiled(run_folder, tmp_path, change, count=1):
     subprocess.run(["cp", "-r", root / "hidden_states", data], check=True)
     rows = [json.loads(line) for line in (data / "index.jsonl").read_text().splitlines()]
     for i in range(count):
-        rows[i] = change(train.sample_path(data, rows[i]["id"]), rows[i]) or rows[i]
+        rows[i] = change(sample_path(data, rows[i]["id"]), rows[i]) or rows[i]
     write_index(data, rows)
     return data
 
@@ -440,19 +465,19 @@ BAD_SAMPLES = {
 @pytest.mark.parametrize("reason", BAD_SAMPLES)
 def test_a_bad_sample_is_named_skipped_and_counted(run_folder, tmp_path, reason, monkeypatch, capsys):
     data = spoiled(run_folder, tmp_path, BAD_SAMPLES[reason])
-    monkeypatch.setattr(train, "MAX_BAD", 0.1)
+    monkeypatch.setattr(checked, "MAX_BAD", 0.1)
     argv = list(map(str, arguments(run_folder, tmp_path / "output", "--max-steps", 1, data=data)))
     train.main(argv)
     assert json.loads((tmp_path / "output/manifest.json").read_text())["counts"]["dropped"] == {reason: 1}
-    assert f"skipped {train.sample_path(data, 's00')} | {reason}" in capsys.readouterr().out
+    assert f"skipped {sample_path(data, 's00')} | {reason}" in capsys.readouterr().out
 
 
 def test_every_damaged_sample_is_named(run_folder, tmp_path, monkeypatch):
     without_mask = rewrite(loss_mask=torch.zeros_like)
     data = spoiled(run_folder, tmp_path, lambda path, row: without_mask(path, row) if row["id"] == "s00" else flip_byte(path, row), count=16)
-    with pytest.raises(train.UserError, match=re.escape(f"15 of 40 samples are bad ({{'checksum': 15, 'no response token': 1}}; the first: {train.sample_path(data, 's01')})")):
+    with pytest.raises(UserError, match=re.escape(f"15 of 40 samples are bad ({{'checksum': 15, 'no response token': 1}}; the first: {sample_path(data, 's01')})")):
         train.main(list(map(str, arguments(run_folder, tmp_path / "output", data=data))))
-    monkeypatch.setattr(train, "MAX_BAD", 0.5)
+    monkeypatch.setattr(checked, "MAX_BAD", 0.5)
     with contextlib.redirect_stdout(io.StringIO()) as logged:
         train.main(list(map(str, arguments(run_folder, tmp_path / "second", "--max-steps", 1, data=data))))
     assert [re.search(r"(s\d\d).safetensors \| checksum", line)[1] for line in logged.getvalue().splitlines() if "checksum" in line] == [f"s{i:02d}" for i in range(1, 16)]
@@ -462,28 +487,29 @@ def test_ranks_check_all_files_whenever_they_begin(run_folder, target, tmp_path,
     """A rank that begins when another is through takes its own share, no other one; and what is missing is not passed over."""
     root, _ = run_folder
     index = [json.loads(line) for line in (root / "hidden_states/index.jsonl").read_text().splitlines()]
-    expected = {"hidden_size": 32, "dtype": "float32", "target": "toy", "capture_layers": "2,4,6"}
-    monkeypatch.setattr(train, "CHECK_CHUNK", 6)
+    facts = {"hidden_size": 32, "dtype": "float32", "target": "toy", "capture_layers": [2, 4, 6]}
+    inputs = SimpleNamespace(index=index, facts=facts, draft_ids=target[3], target=SimpleNamespace(final_norm=lambda: None))
+    monkeypatch.setattr(checked, "CHECK_CHUNK", 6)
     for rank in range(2):
-        place = train.Place(rank, 2, torch.device("cpu"), torch.float32)
-        train.check_data(root / "hidden_states", index, expected, tmp_path / "checked", target[2], None, target[3], place, 1)
-    samples, problems, _ = train.read_checked(root / "hidden_states", tmp_path / "checked", index, 64)
+        process = Process(rank, 2, torch.device("cpu"), torch.float32)
+        checked.check_files(root / "hidden_states", tmp_path / "checked", inputs, target[2], process, 1)
+    samples, problems, _ = read_checked(root / "hidden_states", tmp_path / "checked", index, 64)
     assert sorted([sample.id for sample in samples] + list(problems)) == [row["id"] for row in index]
     (tmp_path / "checked/00000006.safetensors").write_bytes(b"")
-    with pytest.raises(train.UserError, match="00000006.safetensors: not readable"):
-        train.read_checked(root / "hidden_states", tmp_path / "checked", index, 64)
+    with pytest.raises(UserError, match="00000006.safetensors: not readable"):
+        read_checked(root / "hidden_states", tmp_path / "checked", index, 64)
 
 
 def test_too_many_bad_samples_stop_the_run(run_folder, tmp_path):
     data = spoiled(run_folder, tmp_path, flip_byte, count=2)
     done = run_script("04_train", *arguments(run_folder, tmp_path / "output", data=data), env=ENV)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "2 of 40 samples are bad" in done.stderr and "checksum" in done.stderr and str(train.sample_path(data, "s00")) in done.stderr
+    assert "2 of 40 samples are bad" in done.stderr and "checksum" in done.stderr and str(sample_path(data, "s00")) in done.stderr
 
 
 def test_states_of_another_target_stop_the_run(run_folder, tmp_path):
     data = spoiled(run_folder, tmp_path, rewrite(last_hidden_states=lambda t: -t), count=40)
-    with pytest.raises(train.UserError, match="are the argmax of lm_head"):
+    with pytest.raises(UserError, match="are the argmax of lm_head"):
         train.main(list(map(str, arguments(run_folder, tmp_path / "output", data=data))))
 
 
@@ -502,7 +528,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_batch(run_folder, tmp_pat
     with pytest.raises(SystemExit) as caught:
         train.main(list(map(str, arguments(run_folder, tmp_path / "output", "--max-steps", steps))))
     said = capsys.readouterr().out
-    assert caught.value.code == 1 and contents(tmp_path / "output/checkpoint-3") == before and train.checkpoints(tmp_path / "output")[-1][0] == 3
+    assert caught.value.code == 1 and contents(tmp_path / "output/checkpoint-3") == before and checkpoints(tmp_path / "output")[-1][0] == 3
     if spoilt == "first":
         assert "validation loss is not finite after step 4" in said
         return
@@ -548,7 +574,7 @@ def test_bad_input_is_one_line_and_exit_2(run_folder, tmp_path, what, capsys):
     change, message = BAD_RUNS[what]
     change(tmp_path / "run", tmp_path / "target")
     argv = list(map(str, arguments((tmp_path / "run", tmp_path / "target"), tmp_path / "output")))
-    with pytest.raises(train.UserError, match=re.escape(message)) as caught:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         train.main(argv)
     assert len(str(caught.value).splitlines()) == 1 and not (tmp_path / "output/manifest.json").exists()
 
@@ -562,23 +588,23 @@ def test_flags_that_cannot_be(run_folder, tmp_path, flags):
         train.main(argv + ["--max-steps", "1"])  # layers 2,4,6 can be had in every version
         assert json.loads((tmp_path / "output/best/config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
         return
-    with pytest.raises(train.UserError):
+    with pytest.raises(UserError):
         train.main(argv)
 
 
 def test_fewer_micro_batches_than_ranks_are_refused(run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "set_up", lambda args: train.Place(0, 50, torch.device("cpu"), torch.float32))
+    monkeypatch.setattr(train, "join_processes", lambda *flags: Process(0, 50, torch.device("cpu"), torch.float32))
     monkeypatch.setattr(train.dist, "barrier", lambda: None)
-    with pytest.raises(train.UserError, match="fewer than the 50 ranks"):
+    with pytest.raises(UserError, match="fewer than the 50 ranks"):
         for rank in range(50):  # each rank checks its share of the files
-            monkeypatch.setattr(train, "set_up", lambda args: train.Place(rank, 50, torch.device("cpu"), torch.float32))
+            monkeypatch.setattr(train, "join_processes", lambda *flags: Process(rank, 50, torch.device("cpu"), torch.float32))
             train.main(list(map(str, arguments(run_folder, tmp_path / "output"))))
 
 
 def test_a_rank_that_does_not_see_the_output_folder_is_refused(run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "set_up", lambda args: train.Place(1, 2, torch.device("cpu"), torch.float32))
+    monkeypatch.setattr(train, "join_processes", lambda *flags: Process(1, 2, torch.device("cpu"), torch.float32))
     monkeypatch.setattr(train.dist, "barrier", lambda: None)
-    with pytest.raises(train.UserError, match="rank 1 does not see what rank 0 wrote"):
+    with pytest.raises(UserError, match="rank 1 does not see what rank 0 wrote"):
         train.main(list(map(str, arguments(run_folder, tmp_path / "output"))))
 
 
@@ -593,7 +619,7 @@ def test_reads_single_tensors_of_a_sharded_target(tmp_path, prefix, dtype):
     (folder / "model-00003-of-00004.safetensors").write_bytes(b"never read")
     weight_map = shards | {f"{prefix}model.layers.0.mlp.gate_proj.weight_packed": "model-00003-of-00004.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    read = train.Target(folder)
+    read = Target(folder)
     assert torch.equal(read.tensor("embed"), tensors[f"{prefix}model.embed_tokens.weight"])
     assert torch.equal(read.tensor("head"), tensors[f"{prefix}lm_head.weight"]) and read.tensor("head").dtype == dtype
 

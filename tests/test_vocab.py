@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from conftest import TINY_KIMI, load_script, run_script
+from eagle3.stage import UserError
+from eagle3.tokens import STOP, THINK, TOOL, tokenizer_hash
 
 vocab = load_script("02_build_vocab")
 SIZE = json.loads((TINY_KIMI / "config.json").read_text())["text_config"]["vocab_size"]
 
 
-def responses(folder: Path, answers: list[list[int]], prompts: list[list[int]] | None = None, rows_per_part: int = 1000, spacing=(",", ":"), **more) -> Path:
+def responses(folder: Path, answers: list[list[int]], prompts: list[list[int]] | None = None, rows_per_part: int = 1000,
+              spacing=(",", ":"), **more) -> Path:
     """A finished responses/ folder with these ids."""
     folder.mkdir()
     files = {}
@@ -23,21 +26,27 @@ def responses(folder: Path, answers: list[list[int]], prompts: list[list[int]] |
         name = f"part-{start // rows_per_part:05d}.jsonl"
         with open(folder / name, "w") as file:
             for i in range(start, min(start + rows_per_part, len(answers))):
-                row = {"id": f"r{i}-t0", "source": "x", "messages": [{"role": "user", "content": 'a trap: "response_ids":[999999,1]'}], "reasoning": None,
-                       "content": '"response_ids":[7]', "tool_calls": [], "finish_reason": "stop", "model": "m", "provider": "sglang", "usage": None,
-                       "prompt_ids": prompts[i] if prompts else [1, 2], "response_ids": answers[i], "ids_source": "server", "flags": ['"response_ids":[8]']}
+                row = {"id": f"r{i}-t0", "source": "x",
+                       "messages": [{"role": "user", "content": 'a trap: "response_ids":[999999,1]'}],
+                       "reasoning": None,
+                       "content": '"response_ids":[7]', "tool_calls": [], "finish_reason": "stop", "model": "m",
+                       "provider": "sglang", "usage": None,
+                       "prompt_ids": prompts[i] if prompts else [1, 2], "response_ids": answers[i],
+                       "ids_source": "server", "flags": ['"response_ids":[8]']}
                 file.write(json.dumps(row, separators=spacing) + "\n")
         files[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    manifest = {"schema": 1, "stage": "01_generate", "inputs": {"tokenizer": vocab.tokenizer_hash(TINY_KIMI)}, "counts": {"kept": len(answers), "dropped": {}}, "files": files}
+    manifest = {"schema": 1, "stage": "01_generate", "inputs": {"tokenizer": tokenizer_hash(TINY_KIMI)},
+                "counts": {"kept": len(answers), "dropped": {}}, "files": files}
     (folder / "manifest.json").write_text(json.dumps({**manifest, **more}))
     return folder
 
 
 def build(capsys, data: Path, out: Path, *more) -> tuple[int, str, str]:
     try:
-        vocab.main([str(word) for word in ("--data-dir", data, "--tokenizer", TINY_KIMI, "--output-dir", out, "--workers", 1, *more)])
+        vocab.main([str(word) for word in ("--data-dir", data, "--tokenizer", TINY_KIMI, "--output-dir", out,
+                                           "--workers", 1, *more)])
         code, err = 0, ""
-    except vocab.UserError as error:
+    except UserError as error:
         code, err = 2, str(error)
     text = capsys.readouterr()
     return code, text.out, err
@@ -51,13 +60,14 @@ def maps(out: Path) -> tuple[np.ndarray, np.ndarray, dict]:
 
 
 def specials() -> set[int]:
-    return set(vocab.special_ids(TINY_KIMI, False, vocab.SPECIAL).values())
+    return set(vocab.special_ids(TINY_KIMI, False, [STOP, *THINK, *TOOL]).values())
 
 
 @pytest.mark.parametrize("spacing, rows_per_part", [((",", ":"), 1000), ((", ", ": "), 1000), ((",", ":"), 7)])
 def test_against_a_slow_obvious_count(spacing, rows_per_part, tmp_path, capsys):
     generator = random.Random(0)
-    answers = [[min(int(generator.expovariate(1 / 300)), SIZE - 1) for _ in range(generator.randint(0, 200))] for _ in range(50)]
+    answers = [[min(int(generator.expovariate(1 / 300)), SIZE - 1) for _ in range(generator.randint(0, 200))]
+               for _ in range(50)]
     data = responses(tmp_path / "responses", answers, spacing=spacing, rows_per_part=rows_per_part)
     assert build(capsys, data, tmp_path / "out", "--draft-vocab-size", 512)[0] == 0
     counts = Counter(i for ids in answers for i in ids)
@@ -69,10 +79,13 @@ def test_against_a_slow_obvious_count(spacing, rows_per_part, tmp_path, capsys):
     _, t2d, said = maps(tmp_path / "out")
     assert set(np.flatnonzero(t2d)) == wanted
     total = sum(counts.values())
-    assert said["tokens"] == total and said["distinct_tokens"] == len(counts) and said["coverage"] == sum(counts[i] for i in wanted) / total
-    held_out = [ids for i, ids in enumerate(answers) if int.from_bytes(hashlib.sha256(f"0:r{i}-t0".encode()).digest()[:8], "big") < 0.05 * 2**64]
+    assert said["tokens"] == total and said["distinct_tokens"] == len(counts)
+    assert said["coverage"] == sum(counts[i] for i in wanted) / total
+    held_out = [ids for i, ids in enumerate(answers)
+                if int.from_bytes(hashlib.sha256(f"0:r{i}-t0".encode()).digest()[:8], "big") < 0.05 * 2**64]
     assert said["held_out_tokens"] == sum(map(len, held_out))
-    assert said["table"][-1] == {"size": SIZE, "coverage": 1.0, "held_out": 1.0} and [row["size"] for row in said["table"]] == sorted(row["size"] for row in said["table"])
+    assert said["table"][-1] == {"size": SIZE, "coverage": 1.0, "held_out": 1.0}
+    assert [row["size"] for row in said["table"]] == sorted(row["size"] for row in said["table"])
 
 
 def test_ten_tokens_and_a_draft_vocabulary_of_32(tmp_path, capsys):
@@ -136,14 +149,18 @@ def test_reuse_of_a_map_for_another_tokenizer(tmp_path, capsys):
 @pytest.mark.parametrize("harm, says", [
     (lambda data: (data / "manifest.json").unlink(), "Run 01_generate.py first"),
     (lambda data: (data / "part-00000.jsonl").unlink(), "missing, though the manifest names it"),
-    (lambda data: (data / "part-00000.jsonl").write_text((data / "part-00000.jsonl").read_text() + "\n"), "sha256 differs|not a row"),
-    (lambda data: (data / "part-00000.jsonl").write_text((data / "part-00000.jsonl").read_text().replace("5,6", "5,7")), "sha256 differs"),
-    (lambda data: (data / "part-00000.jsonl").write_text((data / "part-00000.jsonl").read_text()[:-40]), "sha256 differs|not a row")])
+    (lambda data: (data / "part-00000.jsonl").write_text((data / "part-00000.jsonl").read_text() + "\n"),
+     "sha256 differs|not a row"),
+    (lambda data: (data / "part-00000.jsonl").write_text((data / "part-00000.jsonl").read_text().replace("5,6", "5,7")),
+     "sha256 differs"),
+    (lambda data: (data / "part-00000.jsonl").write_text((data / "part-00000.jsonl").read_text()[:-40]),
+     "sha256 differs|not a row")])
 def test_harmed_input_is_named(harm, says, tmp_path, capsys):
     data = responses(tmp_path / "responses", [[5, 6]])
     harm(data)
     code, _, err = build(capsys, data, tmp_path / "out", "--draft-vocab-size", 16)
-    assert code == 2 and any(word in err for word in says.split("|")) and str(data) in err and not (tmp_path / "out/manifest.json").exists()
+    assert code == 2 and any(word in err for word in says.split("|")) and str(data) in err
+    assert not (tmp_path / "out/manifest.json").exists()
 
 
 def test_wrong_tokenizer_size_and_empty_input(tmp_path, capsys):
@@ -154,13 +171,15 @@ def test_wrong_tokenizer_size_and_empty_input(tmp_path, capsys):
     empty = responses(tmp_path / "empty", [[]])
     assert "holds no tokens" in build(capsys, empty, tmp_path / "c", "--draft-vocab-size", 16)[2]
     assert "do not fit" in build(capsys, responses(tmp_path / "ok", [[5]]), tmp_path / "d", "--draft-vocab-size", 7)[2]
-    assert "<|nope|>" in build(capsys, tmp_path / "ok", tmp_path / "e", "--draft-vocab-size", 16, "--special-tokens", "<|nope|>")[2]
+    assert "<|nope|>" in build(capsys, tmp_path / "ok", tmp_path / "e", "--draft-vocab-size", 16, "--special-tokens",
+                               "<|nope|>")[2]
 
 
 def test_what_failed_may_be_mended_in_the_same_folder(tmp_path, capsys):
     """Its errors tell which flag to change; nothing of the first try is worth keeping."""
     data = responses(tmp_path / "responses", [[5, 6]])
-    for wrong in (["--special-tokens", "<|nope|>"], ["--draft-vocab-size", 7], ["--target-vocab-size", 6, "--draft-vocab-size", 6]):
+    for wrong in (["--special-tokens", "<|nope|>"], ["--draft-vocab-size", 7],
+                  ["--target-vocab-size", 6, "--draft-vocab-size", 6]):
         assert build(capsys, data, tmp_path / "out", "--draft-vocab-size", 16, *wrong)[0] == 2
     assert build(capsys, data, tmp_path / "out", "--draft-vocab-size", 16)[0] == 0
     assert build(capsys, data, tmp_path / "out", "--draft-vocab-size", 17)[0] == 2  # a finished map stays what it is
@@ -179,7 +198,7 @@ def test_a_broken_config_of_the_target_is_one_line(config, tmp_path, capsys):
     target.mkdir()
     (target / "tokenizer.json").write_text("{}")
     (target / "config.json").write_text(config)
-    data = responses(tmp_path / "responses", [[5]], inputs={"tokenizer": vocab.tokenizer_hash(target)})
+    data = responses(tmp_path / "responses", [[5]], inputs={"tokenizer": tokenizer_hash(target)})
     code, _, err = build(capsys, data, tmp_path / "out", "--tokenizer", target)
     assert code == 2 and "config.json" in err and "--target-vocab-size" in err
 
@@ -189,7 +208,8 @@ def test_without_held_out_tokens_nothing_is_said_about_them(tmp_path, capsys):
     code, out, _ = build(capsys, data, tmp_path / "out", "--draft-vocab-size", 16, "--held-out", 0)
     said = maps(tmp_path / "out")[2]
     assert code == 0 and "held-out" not in out
-    assert said["held_out_tokens"] == 0 and said["held_out_coverage"] is None and {row["held_out"] for row in said["table"]} == {None}
+    assert said["held_out_tokens"] == 0 and said["held_out_coverage"] is None
+    assert {row["held_out"] for row in said["table"]} == {None}
 
 
 def test_counts_of_finished_files_are_not_kept(tmp_path, capsys):
@@ -203,18 +223,20 @@ def test_counts_of_finished_files_are_not_kept(tmp_path, capsys):
         tracemalloc.stop()
 
 
-def test_as_a_process_twice_and_with_another_size(tmp_path):
-    """Complete already; another size in the same folder refuses; two workers give the bytes of one; no carriage return."""
+def test_as_a_process_twice_and_with_another_size(tmp_path, capsys):
+    """Complete already; another size in the same folder refuses; two workers give the bytes of one; no "\\r"."""
     data = responses(tmp_path / "responses", [[i % 300, i % 7] for i in range(40)], rows_per_part=15)
     argv = ["--data-dir", data, "--tokenizer", TINY_KIMI, "--output-dir", tmp_path / "out", "--draft-vocab-size", 64]
     first = run_script("02_build_vocab", *argv, "--workers", 2)
-    assert first.returncode == 0 and "\r" not in first.stdout + first.stderr and first.stdout.splitlines()[-1].endswith(f"done: {tmp_path / 'out'}")
+    assert first.returncode == 0 and "\r" not in first.stdout + first.stderr
+    assert first.stdout.splitlines()[-1].endswith(f"done: {tmp_path / 'out'}")
     assert (tmp_path / "out/coverage.png").read_bytes().startswith(b"\x89PNG")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    again = run_script("02_build_vocab", *argv)
-    assert again.returncode == 0 and "complete already" in again.stdout
+    code, out, _ = build(capsys, data, tmp_path / "out", "--draft-vocab-size", 64)
+    assert code == 0 and "complete already" in out
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    other = run_script("02_build_vocab", *argv[:-1], 32)
-    assert other.returncode == 2 and "draft_vocab_size: 64 there, 32 now" in other.stderr and len(other.stderr.splitlines()) == 1
-    one = run_script("02_build_vocab", *argv[:4], "--output-dir", tmp_path / "one", *argv[6:], "--workers", 1)
-    assert one.returncode == 0 and all((tmp_path / "one" / name).read_bytes() == data for name, data in before.items() if name != ".lock")
+    code, _, err = build(capsys, data, tmp_path / "out", "--draft-vocab-size", 32)
+    assert code == 2 and "draft_vocab_size: 64 there, 32 now" in err and len(err.splitlines()) == 1
+    code, *_ = build(capsys, data, tmp_path / "one", "--draft-vocab-size", 64)
+    assert code == 0
+    assert all((tmp_path / "one" / name).read_bytes() == data for name, data in before.items() if name != ".lock")

@@ -70,15 +70,10 @@ def ttt_losses(w, shape, embed, target_head, draft_ids, samples, steps, kind="ce
     return losses, right
 
 
-def random_mask(kind: str, length: int, rng) -> np.ndarray:
+def random_mask(kind: str, length: int) -> np.ndarray:
+    """A response after a prompt: "all" (no prompt), "tail" (two thirds of the sample) or "end" (a fifth)."""
     mask = np.zeros(length, np.uint8)
-    if kind == "all":
-        mask[:] = 1
-    elif kind == "tail":
-        mask[length // 3:] = 1
-    else:  # "mixed": islands
-        mask[:] = rng.random(length) < 0.5
-        mask[-1] = length > 1
+    mask[{"all": 0, "tail": length // 3, "end": length - max(1, length // 5)}[kind]:] = 1
     return mask
 
 
@@ -92,7 +87,7 @@ def random_sample(length: int, mask: str, target_head: torch.Tensor, rng: np.ran
     ids = torch.cat([torch.randint(len(target_head), (1,), generator=generator), greedy[:-1]])
     flip = torch.rand(length, generator=generator) < 0.1
     ids[flip] = torch.randint(len(target_head), (int(flip.sum()),), generator=generator)
-    return {"input_ids": ids.int(), "loss_mask": torch.from_numpy(random_mask(mask, length, rng)), "aux_hidden_states": aux, "last_hidden_states": last}
+    return {"input_ids": ids.int(), "loss_mask": torch.from_numpy(random_mask(mask, length)), "aux_hidden_states": aux, "last_hidden_states": last}
 
 
 def write_target(folder: Path, vocab=97, hidden=32, heads=4, head_dim=8, intermediate=48, prefix="language_model.", dtype=torch.float32, seed=0) -> Path:

@@ -44,8 +44,8 @@ def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
     args: ttt_steps, num_draft_steps, batch_tokens, num_workers and loss.
     """
     K, draft_steps, world, device = args.ttt_steps, args.num_draft_steps, process.world, process.device
-    bins = pack([sample.tokens for sample in samples], list(range(len(samples))), args.batch_tokens)[process.rank::world]
-    bins = [[samples[i] for i in indices] for indices in bins]
+    bins = pack([sample.tokens for sample in samples], list(range(len(samples))), args.batch_tokens)
+    bins = [[samples[i] for i in indices] for indices in bins[process.rank::world]]
     sums = torch.zeros(K, 4, dtype=torch.float64, device=device)
     histogram, walks = np.zeros(draft_steps + 1, np.int64), {}
     load = functools.partial(collate, steps=K, hidden=draft.shape.hidden, aux_states=draft.shape.aux_states,
@@ -74,6 +74,7 @@ def predicted(histogram: list[int], walks: dict) -> dict:
     correct drafts]}.
     """
     verify, correct, steps = sum(histogram), sum(k * n for k, n in enumerate(histogram)), len(histogram) - 1
-    return {"num_steps": steps, "accept_length": 1 + correct / max(1, verify), "verify_steps": verify, "correct_drafts": correct,
-            "histogram": histogram, "accept_by_position": [sum(histogram[j + 1:]) / max(1, verify) for j in range(steps)],
+    by_position = [sum(histogram[j + 1:]) / max(1, verify) for j in range(steps)]
+    return {"num_steps": steps, "accept_length": 1 + correct / max(1, verify), "verify_steps": verify,
+            "correct_drafts": correct, "histogram": histogram, "accept_by_position": by_position,
             "val_ids_file": "val_ids.json", "samples": dict(sorted(walks.items()))}

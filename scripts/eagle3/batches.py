@@ -19,7 +19,7 @@ from eagle3.stage import UserError
 from eagle3.states import StateFile
 
 OPEN_BINS = 32  # while packing
-OPEN_BINS_IN_ORDER = 8  # in the plan's order: each keeps its samples on the disk until it is full; 32 pack little tighter
+OPEN_BINS_IN_ORDER = 8  # in the plan's order: each keeps samples on the disk until it is full; 32 pack little tighter
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Sample:
     path: Path
     tokens: int
     start: int
-    mass: np.ndarray | None  # (tokens - start,) per response token: the target's probability inside the draft vocabulary
+    mass: np.ndarray | None  # (tokens - start,) a response token: the target's probability inside the draft vocabulary
     truncated: bool = False
 
     def counts(self, steps: int) -> list[int]:
@@ -88,7 +88,8 @@ class Batch:
         return shape.flops(len(self.positions), len(self.mask), pairs, steps)
 
     def to(self, device, dtype) -> Batch:
-        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)}
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         moved |= {name: moved[name].to(dtype) for name in ("aux", "last")}
         return replace(self, **moved)
 
@@ -127,7 +128,8 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
                 file.read_into("last_hidden_states", last[q0:q0 + rows], first + 1)
                 ids = file.input_ids()[:context + 2]
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{sample.path}: not readable ({error}). It was whole when it was checked: see to the disk.") from None
+            raise UserError(f"{sample.path}: not readable ({error}). It was whole when it was checked: see to the "
+                            "disk.") from None
         next_ids[k0:k0 + context] = ids[1:-1]
         length[k0:k0 + context] = sample.tokens
         labels[q0:q0 + rows] = ids[first + 2:]
@@ -223,6 +225,7 @@ def add_noise(batch: Batch, std: float, seed: str) -> None:
     """EAGLE's noise on the input states (arXiv 2401.15077, its code): uniform, (u - 1/2) * std * 512 / T, the same on
     any rank.
     """
-    generator = torch.Generator(batch.aux.device).manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big"))
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
+    generator = torch.Generator(batch.aux.device).manual_seed(number)
     noise = torch.rand(batch.aux.shape, dtype=batch.aux.dtype, device=batch.aux.device, generator=generator)
     batch.aux += noise.sub_(0.5).mul_((512 * std / batch.length)[:, None].to(noise.dtype))

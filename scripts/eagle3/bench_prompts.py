@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Iterator
 
+from eagle3.responses import part_files, read_jsonl
 from eagle3.stage import UserError
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "bench_prompts"
@@ -82,12 +83,12 @@ def all_rows(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def rows_of_path(path: Path) -> Iterator[dict]:
-    responses = sorted(path.glob("part-*.jsonl"))
+    responses = part_files(path)
     files = responses or sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files:
         raise UserError(f"{path}: no *.jsonl in it. Name prompts with --prompts or --dataset.")
     for file in files:
-        for row in jsonl_rows(file):
+        for row in read_jsonl(file):
             source = str(row.get("source") or "responses") if responses else file.stem
             yield {"source": source, **{key: row[key] for key in ("id", *FORMS) if key in row}}
 
@@ -110,21 +111,6 @@ def rows_of_dataset(spec: str) -> Iterator[dict]:
         # of MT-Bench the first turn: the second one would hang on the answer to the first
         text = question[0] if isinstance(question, list) else question
         yield {"id": f"{name}-{number}", "source": name, "prompt": text}
-
-
-def jsonl_rows(path: Path) -> Iterator[dict]:
-    """The objects of a JSONL file, one at a time: they may be more than the memory holds. Raises UserError."""
-    number = 0
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):  # not str.splitlines(): a text in it may hold U+2028 as it is
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise ValueError("no object")
-                    yield row
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSONL (line {number}: {error}).") from None
 
 
 # ---- rendering ----

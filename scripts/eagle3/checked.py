@@ -147,6 +147,6 @@ def usable_samples(args, inputs, head: torch.Tensor, process):
     if agreement < MIN_AGREEMENT and samples:
         raise other_target(folder, agreement)
     if len(samples) < 2:
-        raise UserError(f"{folder}: {len(samples)} usable samples {dropped or ''}; at least 2 are needed, one of them to "
-                        "validate.")
+        raise UserError(f"{folder}: {len(samples)} usable samples {dropped or ''}; at least 2 are needed, one of them "
+                        "to validate.")
     return samples, dropped, agreement

@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from eagle3.bench_prompts import jsonl_rows
+from eagle3.responses import part_files, read_jsonl
 from eagle3.stage import UserError
 from eagle3.target import Target, captured_layers, text_config
 
@@ -210,10 +210,10 @@ def check_quantised(facts: Facts) -> Found:
 
 def check_template(facts: Facts) -> Found:
     """Two tokens tell the mode: Kimi's thinking prompts end in <think>, the instant ones in <think></think>."""
-    parts = sorted(facts.folder("responses").glob("part-*.jsonl")) or facts.lacks("responses/ holds no part-*.jsonl")
+    parts = part_files(facts.folder("responses")) or facts.lacks("responses/ holds no part-*.jsonl")
     ends, unseen = set(), {tuple(prompt["prompt_ids"][-2:]) for prompt in facts.prompts}
     for part in parts:  # all of them: the rows may be in the order of their ids, one mode after the other
-        for row in jsonl_rows(part):
+        for row in read_jsonl(part):
             end = tuple(row["prompt_ids"][-2:])
             ends.add(end)
             unseen.discard(end)

@@ -59,9 +59,10 @@ class Shape:
         The embedding and the hidden half of q, k and v lie apart: the first can be applied once for all TTT steps.
         """
         h, q, kv = self.hidden, self.heads * self.head_dim, 2 * self.key_columns
-        found = {"lm_head": (self.draft_vocab, h), "down": (h, self.intermediate), "gate_up": (2 * self.intermediate, h),
-                 "o": (h, q), "q_hidden": (q, h), "kv_hidden": (kv, h), "q_embed": (q, h), "kv_embed": (kv, h),
-                 "fc": (h, self.aux_states * h), "input_norm": (h,), "hidden_norm": (h,), "post_norm": (h,), "norm": (h,)}
+        found = {"lm_head": (self.draft_vocab, h), "down": (h, self.intermediate),
+                 "gate_up": (2 * self.intermediate, h), "o": (h, q), "q_hidden": (q, h), "kv_hidden": (kv, h),
+                 "q_embed": (q, h), "kv_embed": (kv, h), "fc": (h, self.aux_states * h), "input_norm": (h,),
+                 "hidden_norm": (h,), "post_norm": (h,), "norm": (h,)}
         if self.aux_norm:
             found["aux_norm"] = (self.aux_states * h,)
         return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER}
@@ -209,7 +210,8 @@ def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict
     """
     return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
             "hidden_act": "silu", "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
-            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab,
+            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+            "vocab_size": shape.vocab,
             "draft_vocab_size": shape.draft_vocab, "max_position_embeddings": shape.max_positions,
             "rms_norm_eps": shape.rms_norm_eps, "rope_theta": shape.rope_theta, "tie_word_embeddings": False,
             "attention_bias": False, "torch_dtype": dtype, "bos_token_id": target.get("bos_token_id"),

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
 import httpx
 
-from eagle3.servers import NO_ANSWER, ServerGone, call, healthy, server_command, start_server, stop_server
+from eagle3.servers import (NO_ANSWER, ServerGone, call, flag_value, healthy, server_command, start_server,
+                            stop_server)
 from eagle3.stage import UserError, log, sha256_file
 
 SERVER_KEYS = ["version", "model_path", "dtype", "quantization", "kv_cache_dtype", "tp_size", "attention_backend",
@@ -29,39 +31,89 @@ def drafter_hashes(folder: Path) -> dict[str, str]:
     return {name: sha256_file(folder / name) for name in names if (folder / name).is_file()}
 
 
+def sweep_variants(grid: list[str]) -> dict[str, dict]:
+    """{variant: its server's flags} of --sweep-grid. Raises UserError."""
+    variants = {}
+    for point in grid:
+        try:
+            steps, topk, drafts = map(int, point.split(","))
+        except ValueError:
+            raise UserError(f"--sweep-grid: {point!r} is not STEPS,TOPK,DRAFTS, as in 3,1,4.") from None
+        most = steps + 1 if topk == 1 else 1 + topk + (steps - 1) * topk * topk
+        if min(steps, topk) < 1 or not 2 <= drafts <= most or topk == 1 and drafts != most:
+            raise UserError(f"--sweep-grid: {point}: DRAFTS must be {'' if topk == 1 else 'at most '}{most} "
+                            "for these STEPS and TOPK.")
+        variants[f"steps{steps}-topk{topk}-drafts{drafts}"] = {
+            "speculative-num-steps": steps, "speculative-eagle-topk": topk, "speculative-num-draft-tokens": drafts}
+    return variants
+
+
+def read_provenance(draft_path: Path | None, with_weights: bool) -> dict:
+    """eagle3.json of the drafter; {} without one. Raises UserError when --draft-path holds no drafter."""
+    if not draft_path:
+        return {}
+    if not (draft_path / "config.json").is_file():
+        raise UserError(f"--draft-path: {draft_path} holds no config.json. "
+                        "Name a folder that 04_train.py exported (output/best).")
+    if with_weights and not (draft_path / "model.safetensors").is_file():
+        raise UserError(f"--doctor: {draft_path} holds no model.safetensors.")
+    path = draft_path / "eagle3.json"
+    try:
+        json.loads((draft_path / "config.json").read_text())
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f"--draft-path: config.json or eagle3.json in {draft_path} is not readable as JSON "
+                        f"({error}).") from None
+
+
 class Endpoints:
     """Where each variant is served: the given URLs, or one server of the run file at a time, started when it is needed.
 
-    variant: "plain", "speculative", or a point of --sweep.
+    variants: {name: the flags that it lays over its role}. `plain` is served by the role plain, all others by the role
+    speculative.
     """
 
-    def __init__(self, args: argparse.Namespace, document: dict):
-        self.args, self.servers = args, document.get("servers") or {}
+    def __init__(self, args: argparse.Namespace, document: dict, variants: dict[str, dict]):
+        """document: the run file."""
+        self.args, self.servers, self.variants = args, document.get("servers") or {}, variants
         self.process = self.variant = self.url = self.log = None
         self.logs = Path(document["run_dir"]) / "logs" if document.get("run_dir") else args.output_dir
 
-    def role(self, variant: str, flags: dict) -> tuple[dict, str]:
-        """The run file's servers with `flags` laid over the role of `variant`, and that role."""
+    def role(self, variant: str) -> tuple[dict, str]:
+        """The run file's servers with the variant's flags laid over its role, and that role. Raises UserError."""
         role = "plain" if variant == "plain" else "speculative"
         if role not in self.servers:
             raise UserError(f"--launch: the run file has no servers.{role}. Add it, "
                             "or give --base-url and --baseline-url.")
         spec = self.servers[role]
-        return {**self.servers, role: {**spec, "flags": {**(spec.get("flags") or {}), **flags}}}, role
+        flags = {**(spec.get("flags") or {}), **self.variants[variant]}
+        return {**self.servers, role: {**spec, "flags": flags}}, role
 
-    def command(self, variant: str, flags: dict) -> tuple[list[str], dict[str, str]]:
-        """argv and added environment of a variant's server."""
-        return server_command(*self.role(variant, flags))
+    def command(self, variant: str) -> tuple[list[str], dict[str, str]]:
+        """argv and added environment of a variant's server. Raises UserError."""
+        return server_command(*self.role(variant))
 
-    def use(self, variant: str, flags: dict) -> str:
+    def flag(self, variant: str, flag: str) -> str:
+        """A flag's value in that command; "" without it. Raises UserError."""
+        return flag_value(self.command(variant)[0], flag, "")
+
+    def check_drafter(self) -> None:
+        """--launch must serve the drafter that --draft-path names. Raises UserError."""
+        named = self.args.draft_path
+        for variant in self.variants if self.args.launch else ():
+            served = self.flag(variant, "--speculative-draft-model-path")
+            if variant != "plain" and named and Path(served).resolve() != named.resolve():
+                raise UserError(f"servers.speculative serves the drafter {served or '(none)'}, --draft-path names "
+                                f"{named}. Make them equal.")
+
+    def use(self, variant: str) -> str:
         """The URL of a variant's server, started if need be. Raises UserError."""
         if not self.args.launch:
             self.url = (self.args.baseline_url if variant == "plain" else self.args.base_url).rstrip("/")
         elif self.variant != variant:
             self.close()
-            servers, role = self.role(variant, flags)
             self.log = self.logs / f"server_{variant}.log"
-            self.process, self.url = start_server(servers, role, self.log, self.args.launch_timeout)
+            self.process, self.url = start_server(*self.role(variant), self.log, self.args.launch_timeout)
         self.variant = variant
         return self.url
 

@@ -15,12 +15,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
 import queue
-import shutil
 import socket
 import threading
 import time
@@ -29,6 +27,7 @@ from pathlib import Path
 
 import httpx
 
+from eagle3.incoming import PREFILL, free_bytes, move, run_prefix
 from eagle3.journal import Journal, Quarantine, Room, plan_order
 from eagle3.samples import Sample, read_ids
 from eagle3.stage import UserError, log
@@ -40,7 +39,6 @@ BUSY = (429, 502, 503, 504)  # a full queue, or a proxy before a server that res
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FIRST_FILE_S = 30.0   # after the first answer: the server writes within a second
 NEXT_FILE_S = 180.0   # without any file: a disk that is merely slow still finishes some
-PREFILL = {"max_new_tokens": 1, "temperature": 0}  # the least that a server can be asked for
 
 
 # ---- servers ----
@@ -91,10 +89,10 @@ class Server:
         except httpx.TimeoutException as error:
             raise TimeoutError(str(error)) from None
         except httpx.TransportError as error:
-            cause: BaseException = error
-            while cause.__cause__:  # what the socket said, below two layers of names
-                cause = cause.__cause__
-            raise cause if isinstance(cause, OSError) else ConnectionError(str(error)) from None
+            cause: BaseException | None = error
+            while cause and not isinstance(cause, OSError):  # what the socket said, below two layers of names
+                cause = cause.__cause__ or cause.__context__
+            raise cause or ConnectionError(str(error)) from None
         return answer.status_code, answer.content
 
 
@@ -142,7 +140,7 @@ class Extraction:
         self.to_do = [sample for sample in samples if sample.id not in gone and not journal.in_place(sample)]
         if self.room:
             self.to_do.sort(key=lambda sample: plan_order(sample.id))
-        self.total = len(samples)
+        self.samples, self.total = samples, len(samples)
         # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
         self.name = f"{run_prefix(self.folder)}{os.getpid()}-{int(time.time())}"
         self.work: queue.SimpleQueue = queue.SimpleQueue()
@@ -151,14 +149,20 @@ class Extraction:
         self.last_file: float | None = None
         self.done_samples = self.done_tokens = self.done_bytes = 0
 
-    def start(self) -> list[threading.Thread]:
+    @contextlib.contextmanager
+    def working(self):
+        """Inside, the worker threads (a list) do what is to do; an error there stops them. Their own is in `stop`."""
         for sample in self.to_do:
             self.work.put(sample)
         threads = [threading.Thread(target=self.worker, daemon=True)
                    for _ in range(min(self.args.concurrency, len(self.to_do)))]
         for thread in threads:
             thread.start()
-        return threads
+        try:
+            yield threads
+        except BaseException as error:
+            self.stop = self.stop or error
+            raise
 
     def stopped(self) -> bool:
         return self.stop is not None
@@ -352,64 +356,3 @@ class Extraction:
             self.done_samples += 1
             self.done_tokens += sample.tokens
             self.done_bytes += size
-
-
-# ---- files on their way ----
-def move(path: Path, place: Path) -> None:
-    """Rename; between two file systems, the one case in which bytes are written twice, copy so that `place` is whole."""
-    try:
-        os.rename(path, place)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        shutil.copyfile(path, f"{place}.tmp")
-        with open(f"{place}.tmp", "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(f"{place}.tmp", place)
-        path.unlink()
-
-
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
-
-
-def run_prefix(folder: Path) -> str:
-    """What the names of all runs into an output folder begin with: several may share one --capture-dir."""
-    return f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-"
-
-
-def own_runs(incoming: Path, folder: Path) -> list[Path]:
-    return list(incoming.glob(f"{run_prefix(folder)}*"))
-
-
-def clean_incoming(incoming: Path, folder: Path) -> None:
-    """Remove what earlier processes of this output folder asked for and never took."""
-    for path in own_runs(incoming, folder):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def settle(servers: list[Server], incoming: Path, folder: Path, token: int) -> None:
-    """After a kill a server may still write what the dead process asked for, which no bound counts.
-
-    It works in order: once it has answered a request sent now, those files are begun, if not whole. Wait until nothing
-    changes any more, then remove them. token: any of the target's. Raises OSError where a server does not answer.
-    """
-    body = json.dumps({"input_ids": [token], "sampling_params": PREFILL}).encode()
-    for server in servers:
-        server.ask("POST", "/generate", body, 600)
-
-    def left() -> list:
-        return sorted((path.name, path.stat().st_size)
-                      for run in own_runs(incoming, folder) for path in run.glob("*.safetensors*"))
-
-    before, deadline = None, time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            now = left()
-        except FileNotFoundError:  # renamed between the two
-            now = None
-        if now is not None and now == before:
-            break
-        before = now
-        time.sleep(0.5)
-    clean_incoming(incoming, folder)

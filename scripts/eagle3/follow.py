@@ -38,7 +38,8 @@ def planned_samples(folder: Path, max_tokens: int) -> tuple[list[dict], list[Sam
         if sample.counts(1)[0]:
             planned.append(sample)
     if len(planned) < 2:
-        raise UserError(f"{folder}/plan.jsonl: {len(planned)} usable samples; at least 2 are needed, one of them to validate.")
+        raise UserError(f"{folder}/plan.jsonl: {len(planned)} usable samples; at least 2 are needed, one of them to "
+                        "validate.")
     return rows, planned
 
 
@@ -64,7 +65,8 @@ def release_steps(sizes: np.ndarray, step_of: np.ndarray, total: int, bound: int
     step s can be taken, all files up to the last one that steps 1..s need may lie there, except those released at the
     last checkpoint c: these must fit. Where they always do, 03 and 04 never both wait. """
     last, trained_on = last_needed(step_of, total), step_of <= total
-    upto = np.concatenate([[0], np.cumsum(sizes)])[last + 1]  # (total + 1,) bytes up to the last file that steps 1..s need
+    # (total + 1,) bytes up to the last file that steps 1..s need
+    upto = np.concatenate([[0], np.cumsum(sizes)])[last + 1]
     trained = np.bincount(step_of[trained_on], sizes[trained_on], total + 1)
     trained = np.cumsum(trained).astype(np.int64)  # (total + 1,) bytes of steps 1..s
     room = share * (bound - int(sizes[~trained_on].sum()))
@@ -88,8 +90,8 @@ class Follow:
         self.journal, self.quarantine_size = Tail(self.folder / "landed.jsonl"), 0
         self.landed, self.fresh = {}, {}  # {id: 03's line}; those of them whose file was not seen yet
         self.there, self.failed, self.released = set(), set(), set()  # ids: file seen; in quarantine; released
-        self.unchecked, self.checks, self.busy = deque(), {}, []  # of this rank: ids to check, {id: future}, those at work
-        self.seen, self.mine = self.nothing(), self.nothing()  # by all ranks up to the last checkpoint; by this one since
+        self.unchecked, self.checks, self.busy = deque(), {}, []  # of this rank: ids, {id: future}, futures at work
+        self.seen, self.mine = self.nothing(), self.nothing()  # by all ranks up to the last checkpoint; by this since
         self.bound = read_bound(self.folder)
 
     @staticmethod
@@ -142,11 +144,11 @@ class Follow:
         if least > self.bound:
             raise UserError(f"{self.folder}: 03's --max-disk-gb {self.bound / 1e9:g} is too small: validation "
                             f"({held / 1e9:.3f} GB) and the batches being filled need at least "
-                            f"{math.ceil(least / 1e5) / 1e4:.4f}. Start 03_extract.py anew with more, or lower --val-ratio "
-                            "or --batch-tokens.")
+                            f"{math.ceil(least / 1e5) / 1e4:.4f}. Start 03_extract.py anew with more, or lower "
+                            "--val-ratio or --batch-tokens.")
         self.release(done)  # killed between the checkpoint and its release
-        self.process.say(f"bounded {self.bound / 1e9:,.3f} GB | least that would do {least / 1e9:,.3f} GB | validation stays: "
-                         f"{held / 1e9:,.3f} GB | {len(saves) + 1} releases to come")
+        self.process.say(f"bounded {self.bound / 1e9:,.3f} GB | least that would do {least / 1e9:,.3f} GB | "
+                         f"validation stays: {held / 1e9:,.3f} GB | {len(saves) + 1} releases to come")
         return set(saves)
 
     def take_over_released(self, done: int) -> None:
@@ -155,8 +157,9 @@ class Follow:
         self.released = set(read_released(self.folder))
         unknown = sum(self.step_of.get(name, self.total + 1) > done for name in self.released)
         if unknown:
-            raise UserError(f"{path}: names {unknown} samples that step {done} in {self.args.output_dir} has not behind it: "
-                            "they were released to another output folder, or to a checkpoint that is gone. Name that "
+            raise UserError(f"{path}: names {unknown} samples that step {done} in {self.args.output_dir} has not "
+                            "behind it: they were released to another output folder, or to a checkpoint that is gone. "
+                            "Name that "
                             "--output-dir, or begin both stages in new folders.")
         if self.process.rank == 0:
             self.lock = lock_file(self.folder / ".follow.lock")
@@ -209,7 +212,8 @@ class Follow:
             self.poll()
             if time.monotonic() - told > 30 and open_ones[0].id not in self.there:
                 told = time.monotonic()
-                self.process.say(f"waiting for sample {open_ones[0].id} and {len(open_ones) - 1} more | {self.silence()}")
+                self.process.say(f"waiting for sample {open_ones[0].id} and {len(open_ones) - 1} more | "
+                                 f"{self.silence()}")
                 if self.bound and (read_bound(self.folder) or 0) < self.bound:
                     raise UserError(f"{self.folder}/bound.json: 03's --max-disk-gb is smaller than when this began. "
                                     "Run the same command again.")
@@ -250,8 +254,8 @@ class Follow:
         if len(damaged) > max(1, MAX_BAD * count):
             name = max(damaged)
             raise UserError(f"{self.folder}: {len(damaged)} of {count} samples were bad, one of them "
-                            f"{sample_path(self.folder, name)} ({damaged[name]}). See to the disk and the server; then begin "
-                            "both stages in new folders.")
+                            f"{sample_path(self.folder, name)} ({damaged[name]}). See to the disk and the server; then "
+                            "begin both stages in new folders.")
         if predicted >= 100 and agreed < MIN_AGREEMENT * predicted:
             raise other_target(self.folder, agreed / predicted)
 

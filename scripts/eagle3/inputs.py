@@ -69,8 +69,8 @@ def draft_shape(args, target: dict, draft_vocab: int) -> Shape:
         rope_theta=float(args.rope_theta or old.get("rope_theta") or theta),
         max_positions=positions or target["max_position_embeddings"])
     if shape.heads % shape.kv_heads or shape.head_dim % 2:
-        raise UserError(f"{shape.heads} heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}: kv heads must divide "
-                        "the heads, head_dim must be even.")
+        raise UserError(f"{shape.heads} heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}: kv heads must "
+                        "divide the heads, head_dim must be even.")
     return shape
 
 
@@ -104,8 +104,8 @@ def check_finetune(folder: Path, layers: list[int], data_dir: Path) -> str:
     old = folder / "eagle3.json"
     old_layers = read_json(old).get("capture_layers") if old.exists() else layers
     if old_layers != layers:
-        raise UserError(f"{old}: trained on capture layers {old_layers}, {data_dir} holds {layers}. Extract those, or start "
-                        "without --finetune-from.")
+        raise UserError(f"{old}: trained on capture layers {old_layers}, {data_dir} holds {layers}. Extract those, or "
+                        "start without --finetune-from.")
     try:
         return sha256_file(folder / "model.safetensors")
     except OSError as error:
@@ -114,7 +114,7 @@ def check_finetune(folder: Path, layers: list[int], data_dir: Path) -> str:
 
 
 def read_index(folder: Path, sha256: str) -> list[dict]:
-    """index.jsonl's rows {"id", "tokens", "checksum", ...}. Raises UserError unless it has the hash of 03's manifest."""
+    """index.jsonl's rows {"id", "tokens", "checksum", ...}. Raises UserError unless it has the hash of the manifest."""
     path = folder / "index.jsonl"
     if not path.is_file() or sha256_file(path) != sha256:
         raise UserError(f"{path}: missing, or not the one that manifest.json was written for. Run 03_extract.py again.")

@@ -245,7 +245,8 @@ class Room:
         """Wait until `sample` fits beside all that is there or on its way, or until `stopped()`. Raises UserError.
 
         Called by one thread at a time, in the order of the plan: no sample takes the room that an earlier one waits
-        for, so what 04 needs next always comes. """
+        for, so what 04 needs next always comes.
+        """
         while not stopped():
             facts = self.journal.facts
             need = sample.tokens * token_bytes(facts["hidden_size"], facts["dtype"]) + HEADER_BYTES if facts else 0

@@ -72,7 +72,7 @@ def merge_diagonal(q, diagonal, out, lse, shape) -> None:
 
 
 def merge_diagonal_backward(d_out, q, diagonal, out, lse, dq, d_diagonal, shape) -> None:
-    """Adds to dq (R, Q) and d_diagonal (k, R, KV) the diagonal keys' part of the gradient; out, lse: the merged ones."""
+    """Adds to dq (R, Q) and d_diagonal (k, R, KV) the diagonal keys' part of the gradient; out, lse: merged."""
     grid, blocks = diagonal_launch(q, shape)
     diagonal_backward_kernel[grid](d_out, q, diagonal, out, lse, dq, d_diagonal, len(q), len(diagonal),
                                    shape.head_dim ** -0.5, **blocks)
@@ -182,7 +182,7 @@ def diagonal_launch(q, shape) -> tuple[tuple, dict]:
 @triton.jit
 def diagonal_offsets(row, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BG: tl.constexpr,
                      BD: tl.constexpr, BH: tl.constexpr):
-    """Of this program's kv heads: where their keys lie in a row, their query heads, where those lie, and which exist."""
+    """Of this program's kv heads: where their keys lie in a row, their query heads, where those lie, which exist."""
     h, g, d = tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BG), tl.arange(0, BD)
     head = h[:, None] * GROUP + g[None, :]  # (BH, BG)
     head_ok = (h < KV_HEADS)[:, None] & (g < GROUP)[None, :]

@@ -133,6 +133,7 @@ async def run_unit(connection: Connection, prompts: list[dict], streams: int, sa
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connection.timeout_s, sock_read=connection.timeout_s)
     with bar(len(prompts), "prompt") as shown:
+        shown.set_description(label)
         async with aiohttp.ClientSession(headers=connection.headers, connector=aiohttp.TCPConnector(limit=0),
                                          read_bufsize=1 << 20, timeout=timeout) as session:
             began = time.perf_counter()

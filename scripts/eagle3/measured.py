@@ -3,7 +3,7 @@
 {"kind": "request", "variant", "level", "repeat", ...}   one request: what load.stream_answer returns, or its error
 {"kind": "unit", "variant", "level", "repeat", ...}      closes the requests before it: all prompts once, finished
 {"kind": "server", "variant", "info"}                    what the server of a variant said of itself
-{"kind": "probe", "key", ...}                            what the target itself holds of two tokens where answers part
+{"kind": endpoints.probe_difference's, "key", ...}       what the target itself holds of two tokens where answers part
 """
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Measured:
             elif kind == "server":
                 self.servers[row["variant"]] = row["info"]
             else:
-                self.probes[row.pop("key")] = row
+                self.probes[row.pop("key")] = {"kind": kind, **row}
         return good
 
     def _append(self, rows: list[dict]) -> None:
@@ -72,4 +72,4 @@ class Measured:
 
     def add_probe(self, key: str, probe: dict) -> None:
         self.probes[key] = probe
-        self._append([{"kind": "probe", "key": key, **probe}])
+        self._append([{"kind": probe["kind"], "key": key, **probe}])

@@ -59,7 +59,8 @@ class Metrics:
         self.path, self.writer = output / "metrics.jsonl", None
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         rows = (json.loads(line) for line in lines if line.endswith("}"))
-        self.rows = [row for row in rows if row["step"] <= step]  # a killed run may have written past its last checkpoint
+        # A killed run may have written past its last checkpoint
+        self.rows = [row for row in rows if row["step"] <= step]
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
         if tensorboard:
             try:

@@ -65,7 +65,8 @@ class Gradients(NamedTensors):
 
 
 @torch.no_grad()
-def adamw_(master, weights, grads, first, second, clip, lr: float, step: int, betas: tuple[float, float], decay: float) -> None:
+def adamw_(master, weights, grads, first, second, clip, lr: float, step: int, betas: tuple[float, float],
+           decay: float) -> None:
     """AdamW (arXiv 1711.05101) over flat tensors; `weights` gets the new master in its own dtype.
 
     clip: device scalar that scales the gradient; step counts from 1.

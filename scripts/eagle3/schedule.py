@@ -52,7 +52,8 @@ def plan_steps(args, inputs, head: torch.Tensor, process) -> Plan:
         missing = {sample.id for sample in planned} - {row["id"] for row in inputs.index}
         dropped |= {QUARANTINED: len(missing)} if missing else {}
     bins_per_step, shuffle = process.world * args.grad_accum, args.order == "shuffle"
-    epochs = [plan_epoch(train, args.batch_tokens, bins_per_step, args.seed, epoch, shuffle) for epoch in range(args.epochs)]
+    epochs = [plan_epoch(train, args.batch_tokens, bins_per_step, args.seed, epoch, shuffle)
+              for epoch in range(args.epochs)]
     if len(epochs[0][0]) < process.world:
         raise UserError(f"{len(train)} training samples fill {len(epochs[0][0])} micro-batches, fewer than the "
                         f"{process.world} ranks. Use fewer, or a lower --batch-tokens.")

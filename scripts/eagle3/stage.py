@@ -55,9 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Exit with main(argv)'s code. Bad input ends in one line and code 2, Ctrl-C in 130, the rest in a traceback and
-    1.
-    """
+    """Exit with main(argv)'s code; bad input ends in a line and 2, Ctrl-C in 130, the rest in a traceback and 1."""
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
@@ -195,7 +193,7 @@ def write_manifest(folder: Path, stage: str, **content) -> None:
 
 
 def lock_file(path: Path) -> IO | None:
-    """Open and lock `path` until the handle is closed or the process dies, however it dies; None if another holds it."""
+    """Open and lock `path` until the handle is closed or the process dies, even by kill -9; None if another has it."""
     lock = open(path, "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

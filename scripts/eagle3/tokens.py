@@ -17,6 +17,9 @@ from eagle3.stage import UserError, sha256_file
 
 TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "merges", "chat_template", "special_tokens", "added_tokens",
                    "tiktoken")  # what their names begin with
+STOP, THINK = "<|im_end|>", ["<think>", "</think>"]  # Kimi's names of the tokens that a turn is made of
+TOOL = ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>", "<|tool_call_end|>"]
 TOOL_NAMES = ("section_begin", "section_end", "call_begin", "argument_begin", "call_end")
 FILLED = {"description": None, "name": None, "parameters": None, "strict": False}
 TOOL_FORMS = [  # a tool definition as SGLang's chat route hands it to the template: versions fill in different fields

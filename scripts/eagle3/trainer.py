@@ -71,7 +71,8 @@ def learning_rate(step: int, total: int, peak: float, warmup: int, scheduler: st
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
-    return peak * {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}[scheduler]
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * {"cosine": cosine, "linear": 1 - progress, "constant": 1.0}[scheduler]
 
 
 class Trainer:
@@ -128,7 +129,8 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor):
         self.event = torch.cuda.Event() if tensor.is_cuda else None
-        self.value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+        self.value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self.value.copy_(tensor, non_blocking=True)
         if self.event:
             self.event.record()
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from eagle3.drafter import layer_weights
 
 LOSSES = ("ce", "kl", "lk")
+FAST = False
 
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
@@ -43,6 +44,13 @@ def rope(x, positions, table, head_dim: int):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).flatten(1).to(x.dtype)
 
 
+def unseen_keys(queries: int, keys: int, device):
+    """(queries, keys) bool: keys behind a query's own position. The queries are the last rows: i sits at key keys -
+    queries + i.
+    """
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
+
+
 def attention(q, cache, spans, shape):
     """Attention of one TTT step, (rows, Q). q (rows, Q), in each sample its last rows.
 
@@ -55,8 +63,7 @@ def attention(q, cache, spans, shape):
     diagonal = [(key.view(heads)[:, :, None], value.view(heads)[:, :, None]) for key, value in later]
     for (q0, q1), (k0, k1) in spans:
         scores = torch.einsum("qhgd,khd->qhgk", q[q0:q1], key[k0:k1].view(heads))
-        unseen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device).triu(k1 - k0 - q1 + q0 + 1)
-        scores = scores.masked_fill(unseen[:, None, None], -math.inf)
+        scores = scores.masked_fill(unseen_keys(q1 - q0, k1 - k0, q.device)[:, None, None], -math.inf)
         own = [(q[q0:q1] * k[q0:q1]).sum(-1, keepdim=True) for k, _ in diagonal]
         weights = torch.cat([scores, *own], -1).softmax(-1, dtype=sum_dtype(q)).to(q.dtype)
         mixed = torch.einsum("qhgk,khd->qhgd", weights[..., :k1 - k0], value[k0:k1].view(heads))
@@ -160,9 +167,9 @@ def ttt_pass(draft, batch, step_weights, grads=None, kind="ce"):
             positions = batch.positions
             if k:  # only query rows are left
                 embedded, positions = batch.pick(embedded), batch.pick(positions)
-            for l, layer in enumerate(layers):
-                last = l + 1 == shape.layers
-                hidden = draft_layer(draft, layer, hidden, None if l else embedded, positions + k, caches[l], batch, last)
+            for layer, cache in zip(layers, caches):
+                last, fed = layer is layers[-1], embedded if layer is layers[0] else None
+                hidden = draft_layer(draft, layer, hidden, fed, positions + k, cache, batch, last)
             normed = rms_norm(hidden, w["norm"], eps)
             logits = (normed @ w["lm_head"].t()).to(sum_dtype(normed))  # (R, Vd)
             losses = row_loss(logits, target[k:k + len(logits)], kind)

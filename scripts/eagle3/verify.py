@@ -1,7 +1,7 @@
 """--verify of 03: every file is read again and compared with its response, its index row, and the target itself.
- The strongest check needs the target's head: the last state at each response position must choose the tokens that a
-greedy engine would have emitted, and the state after the last token the one that the engine itself named when it was
-asked.
+
+The strongest check needs the target's head: the last states must choose response tokens as often as a target that wrote
+them would, and the state at the last token must choose the very token that the engine named when it was asked.
 
 Shapes: T tokens of a sample, H hidden, V target vocabulary, K positions checked.
 """
@@ -105,7 +105,8 @@ def check_meaning(file: StateFile, ids: list[int], row: dict, head: Head, positi
     norms = (states.float() / head.norm).square().mean(-1).sqrt()
     norm = norms[(norms - 1).abs().argmax()].item()  # the farthest off: before the norm, sizes differ from row to row
     right = int((token[:-1] == torch.tensor(ids)[predicting + 1]).sum())
-    return {"checked": len(predicting), "right": right, "next_right": bool(token[-1] == row["next_token"]), "norm": norm}
+    next_right = bool(token[-1] == row["next_token"])
+    return {"checked": len(predicting), "right": right, "next_right": next_right, "norm": norm}
 
 
 class Check:
@@ -192,8 +193,8 @@ def agreement(results: dict[str, dict]) -> dict:
     if next_share < NEXT_TOKEN_SHARE:
         found["failed_as_a_whole"] = (
             f"the last states choose the engine's next token in {next_share:.1%} of the samples, expected over "
-            f"{NEXT_TOKEN_SHARE:.0%}: they are not the states that its logits come from. Mend --verifier-path if it names "
-            "another target, else the server, and begin a new --output-dir")
+            f"{NEXT_TOKEN_SHARE:.0%}: they are not the states that its logits come from. Mend --verifier-path if it "
+            "names another target, else the server, and begin a new --output-dir")
     return found
 
 

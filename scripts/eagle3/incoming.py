@@ -1,0 +1,77 @@
+"""The servers' EAGLE3_CAPTURE_DIR: files of hidden states on their way, and how it is left clean.
+
+A server writes `<capture dir>/<run>/<id>.safetensors` for a request whose rid names both (patches/eagle3_capture.py).
+Runs into one output folder share a prefix, so that several output folders may share one capture dir.
+"""
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+PREFILL = {"max_new_tokens": 1, "temperature": 0}  # the least that a server can be asked for
+
+
+def move(path: Path, place: Path) -> None:
+    """Rename; between two file systems, the one case in which bytes are written twice, copy: `place` is never torn."""
+    try:
+        os.rename(path, place)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copyfile(path, f"{place}.tmp")
+        with open(f"{place}.tmp", "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(f"{place}.tmp", place)
+        path.unlink()
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def run_prefix(folder: Path) -> str:
+    """What the names of all runs into an output folder begin with."""
+    return f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-"
+
+
+def own_runs(incoming: Path, folder: Path) -> list[Path]:
+    return list(incoming.glob(f"{run_prefix(folder)}*"))
+
+
+def clean_incoming(incoming: Path, folder: Path) -> None:
+    """Remove what earlier processes of this output folder asked for and never took."""
+    for path in own_runs(incoming, folder):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def settle(servers: list, incoming: Path, folder: Path, token: int) -> None:
+    """After a kill a server may still write what the dead process asked for, which no bound counts.
+
+    It works in order: once it has answered a request sent now, those files are begun, if not whole. Wait until nothing
+    changes any more, then remove them. servers: extraction.Server; token: any of the target's. Raises OSError where a
+    server does not answer.
+    """
+    body = json.dumps({"input_ids": [token], "sampling_params": PREFILL}).encode()
+    for server in servers:
+        server.ask("POST", "/generate", body, 600)
+
+    def left() -> list:
+        return sorted((path.name, path.stat().st_size)
+                      for run in own_runs(incoming, folder) for path in run.glob("*.safetensors*"))
+
+    before, deadline = None, time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            now = left()
+        except FileNotFoundError:  # renamed between the two
+            now = None
+        if now is not None and now == before:
+            break
+        before = now
+        time.sleep(0.5)
+    clean_incoming(incoming, folder)

@@ -1,0 +1,129 @@
+"""A stand-in for a patched SGLang server, and 03 run against it (or against a real one) in this process."""
+import contextlib
+import fcntl
+import gc
+import hashlib
+import http.server
+import io
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from conftest import load_script
+
+
+def write_responses(folder: Path, rows: list[dict]) -> Path:
+    folder.mkdir(parents=True)
+    half = len(rows) // 2
+    for number, part in enumerate((rows[:half], rows[half:])):
+        (folder / f"part-{number:05d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    counts = {"kept": len(rows), "dropped": {}}
+    (folder / "manifest.json").write_text(json.dumps({"schema": 1, "stage": "01_generate", "counts": counts}))
+    return folder
+
+
+def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str, width: int = 8) -> bytes:
+    """A file as eagle3_capture writes it, of constant states."""
+    T = len(ids)
+    tensors = {"aux_hidden_states": ("F32", np.full((T, 3 * width), 0.5, np.float32)),
+               "last_hidden_states": ("F32", np.ones((T, width), np.float32)),
+               "input_ids": ("I32", np.array(ids, np.int32)),
+               "loss_mask": ("U8", np.array([0] * prompt_len + [1] * (T - prompt_len), np.uint8))}
+    data = b"".join(array.tobytes() for _, array in tensors.values())
+    metadata = {"schema": "1", "target": "stub", "capture_layers": layers, "sglang_version": "0.5.23",
+                "patch_hash": "0", "dtype": "float32", "id": sample_id, "prompt_len": str(prompt_len),
+                "checksum": f"sha256:{hashlib.sha256(data).hexdigest()}"}
+    header, end = {"__metadata__": metadata}, 0
+    for name, (kind, array) in tensors.items():
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+class StandIn:
+    """Answers at once and writes constant states into `folder`.
+
+    before(id, folder) may return (status, body) to answer with instead, or "silent" to write nothing.
+    """
+
+    def __init__(self, folder: Path, layers: str = "1,2,3", width: int = 8):
+        self.folder, self.layers, self.width, self.asked = folder, layers, width, []
+        self.before = lambda sample_id, folder: None
+        stand_in = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def reply(self, status: int, body: dict):
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self):
+                self.reply(200, {})
+
+            def do_POST(self):
+                self.reply(*stand_in.generate(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+            def log_message(self, *args):
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.handle_error = lambda *args: None  # `before` raised: the connection ends, as a dying server's does
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def generate(self, body: dict) -> tuple[int, dict]:
+        answer = 200, {"output_ids": [0], "meta_info": {"prompt_tokens": len(body["input_ids"])}}
+        if "rid" not in body:
+            return answer
+        _, run, prompt_len, _, sample_id = body["rid"].split(":")
+        self.asked.append(sample_id)
+        folder = self.folder / run
+        folder.mkdir(parents=True, exist_ok=True)
+        instead = self.before(sample_id, folder)
+        if isinstance(instead, tuple):
+            return instead
+        if instead != "silent":
+            data = captured(sample_id, int(prompt_len), body["input_ids"], self.layers, self.width)
+            (folder / "tmp").mkdir(exist_ok=True)
+            (folder / "tmp" / sample_id).write_bytes(data)
+            (folder / "tmp" / sample_id).rename(folder / f"{sample_id}.safetensors")
+        return answer
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def extract_here(argv: list) -> SimpleNamespace:
+    """03 in this process, its folder free again afterwards: returncode, stdout, stderr as of a process."""
+    script, out = load_script("03_extract"), io.StringIO()
+    argv, said, others = list(map(str, argv)), "", threading.enumerate()
+    with contextlib.redirect_stdout(out):
+        try:
+            script.main(argv)
+        except script.UserError as error:
+            said = f"03_extract: {error}\n"
+    for thread in threading.enumerate():
+        if thread not in others and "(worker)" in thread.name:
+            thread.join(20)
+    let_go(Path(argv[argv.index("--output-dir") + 1]))
+    return SimpleNamespace(returncode=2 if said else 0, stdout=out.getvalue(), stderr=said)
+
+
+def let_go(folder: Path) -> None:
+    """Wait until the lock is gone, which a process would lose by ending."""
+    deadline = time.monotonic() + 20
+    while (folder / ".lock").exists():
+        gc.collect()
+        with open(folder / ".lock") as file, contextlib.suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
