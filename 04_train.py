@@ -53,6 +53,7 @@ from eagle3.drafter import Drafter  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.metrics import Metrics, Window, gpu_use, listed, plot, step_metrics  # noqa: E402
+from eagle3.recipe import recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, run, write_atomic,  # noqa: E402
                           write_manifest)
@@ -279,8 +280,9 @@ def resolved_config(args, inputs: Inputs, process: Process) -> dict:
     """All that the run hangs on, by flag; what is not in MAY_CHANGE must stay as it is over resumes."""
     config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else value
               for key, value in vars(args).items()}
-    return config | {"dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
-                     "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()}
+    config |= {"dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
+               "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()}
+    return recorded(config)
 
 
 def main(argv: list[str]) -> None:
