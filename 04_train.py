@@ -43,6 +43,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
+from eagle3 import train_flags  # noqa: E402
 from eagle3.acceptance import evaluate  # noqa: E402
 from eagle3.batches import add_noise, collate, feed  # noqa: E402
 from eagle3.checked import NO_LOSS  # noqa: E402
@@ -52,6 +53,7 @@ from eagle3.drafter import Drafter  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.metrics import Metrics, Window, gpu_use, listed, plot, step_metrics  # noqa: E402
+from eagle3.recipe import recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, run, write_atomic,  # noqa: E402
                           write_manifest)
@@ -63,108 +65,7 @@ MAY_CHANGE = {"config", "verifier-path", "data-dir", "vocab-mapping-dir", "outpu
 
 
 def build_parser() -> argparse.ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    add = parser.add_argument
-    add("--verifier-path", type=Path, help="the target's folder")
-    add("--data-dir", type=Path, help="hidden_states/ of 03_extract")
-    add("--vocab-mapping-dir", type=Path, help="vocab_mapping/ of 02_build_vocab")
-    add("--output-dir", type=Path)
-    add("--finetune-from", type=Path, metavar="DIR", help="start from this drafter (a best/ or checkpoint folder)")
-    add_schedule_flags(add)
-    add_loss_flags(add)
-    add_drafter_flags(add)
-    add("--dtype", choices=("bfloat16", "float32", "float64"), help="of the products (default: bfloat16 on a GPU)")
-    add("--export-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one; CUDA_VISIBLE_DEVICES says which")
-    add("--save-every", type=int, default=0, metavar="STEPS", help="evaluate and save so often; always at epochs' ends")
-    add("--keep-checkpoints", type=int, default=2, help="the latest checkpoints kept; best/ stays besides")
-    add("--num-workers", type=int, default=4, help="threads that read samples ahead")
-    add("--log-every", type=int, default=20, metavar="STEPS")
-    add("--tensorboard", action="store_true", help="also write TensorBoard events to output-dir/tensorboard")
-    return parser
-
-
-def add_schedule_flags(add) -> None:
-    add("--epochs", type=int, default=5)
-    add("--order", choices=("shuffle", "plan"), default="shuffle", help="plan: that of 03, and of --follow")
-    add("--follow", action="store_true",
-        help="train on samples as 03_extract lands them: one pass (--epochs 1) in its order, validation at the end: "
-             "every batch is new to the drafter, so each step's figures are held-out ones")
-    add("--release-share", type=float, default=0.25, metavar="F",
-        help="--follow, bounded: save a checkpoint and release what it has behind it whenever that is this share of "
-             "03's bound (less validation). Smaller: 03 waits less, more checkpoints")
-    add("--max-steps", type=int, help="stop after this many optimizer steps (the schedule ends there)")
-    add("--lr", type=float, default=3e-5, help="peak learning rate")
-    add("--scheduler", choices=("cosine", "linear", "constant"), default="cosine")
-    add("--warmup-ratio", type=float, default=0.01)
-    add("--weight-decay", type=float, default=0.0)
-    add("--beta1", type=float, default=0.9)
-    add("--beta2", type=float, default=0.95)
-    add("--max-grad-norm", type=float, default=1.0)
-    add("--max-seq-len", type=int, default=2048, help="tokens of a sample used; the rest is cut off and counted")
-    add("--batch-tokens", type=int, default=8192, help="tokens packed into a micro-batch of one GPU")
-    add("--grad-accum", type=int, default=1, help="micro-batches of a GPU in an optimizer step")
-    add("--val-ratio", type=float, default=0.1)
-    add("--seed", type=int, default=0)
-
-
-def add_loss_flags(add) -> None:
-    add("--ttt-steps", type=int, default=3, help="training-time-test steps; serving with N steps needs at least N")
-    add("--step-decay", type=float, default=0.8, help="TTT step k weighs this to the k in the loss")
-    add("--step-weights", type=float, nargs="+", metavar="W", help="one a TTT step, instead of --step-decay")
-    add("--num-draft-steps", type=int, help="speculative steps of the predicted accept_length (default: --ttt-steps)")
-    add("--loss", choices=("ce", "kl", "lk"), default="ce",
-        help="soft cross-entropy, KL, or -log of the acceptance probability")
-    add("--noise-std", type=float, default=0.0, help="EAGLE's uniform noise on the target's states")
-    add("--ema", type=float, default=0.0, metavar="DECAY", help="evaluate and export an average of the weights")
-
-
-def add_drafter_flags(add) -> None:
-    add("--num-heads", type=int, help="attention heads (default: the target's)")
-    add("--num-kv-heads", type=int, help="default: 8, or all heads where 8 does not divide them")
-    add("--head-dim", type=int, help="default: the target's v_head_dim, else head_dim, else hidden / heads")
-    add("--intermediate-size", type=int, help="default: the target's")
-    add("--rope-theta", type=float, help="default: the target's")
-    add("--max-position-embeddings", type=int, help="at least the served context (default: the target's)")
-    add("--serve-sglang-version", help="that of the server: decides the layer ids (default: the one that captured)")
-
-
-LIMITS = (  # what, whether a value fits, the flags it is said of
-    ("at least 1", lambda x: x >= 1,
-     "epochs max-steps max-seq-len batch-tokens grad-accum ttt-steps num-draft-steps log-every keep-checkpoints "
-     "num-heads num-kv-heads head-dim intermediate-size max-position-embeddings"),
-    ("at least 0", lambda x: 0 <= x < math.inf, "lr weight-decay step-decay noise-std num-workers save-every"),
-    ("above 0", lambda x: 0 < x < math.inf, "max-grad-norm rope-theta"),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup-ratio"),
-    ("at least 0 and below 1", lambda x: 0 <= x < 1, "beta1 beta2 ema"),
-    ("between 0 and 1", lambda x: 0 < x < 1, "val-ratio"))
-
-
-def check_args(args) -> None:
-    """Refuses what cannot be; fills in what hangs on other flags. Raises UserError."""
-    needed = ("verifier-path", "data-dir", "vocab-mapping-dir", "output-dir")
-    missing = [f"--{name}" for name in needed if getattr(args, name.replace("-", "_")) is None]
-    if missing:
-        raise UserError(f"{', '.join(missing)} not given. See --help.")
-    for limits, fits, flags in LIMITS:
-        for flag in flags.split():
-            value = getattr(args, flag.replace("-", "_"))
-            if value is not None and not fits(value):
-                raise UserError(f"--{flag} {value} cannot be: it must be {limits}.")
-    args.num_draft_steps = args.num_draft_steps or args.ttt_steps
-    args.batch_tokens = max(args.batch_tokens, args.max_seq_len)
-    if args.follow and (args.epochs != 1 or args.max_steps or not 0 < args.release_share <= 1):
-        raise UserError("--follow is one pass: it needs --epochs 1, no --max-steps (cut with 03's --limit), and a "
-                        "--release-share above 0, at most 1.")
-    if args.follow:
-        args.order = "plan"
-    weights = args.step_weights
-    if weights and (len(weights) != args.ttt_steps or not all(0 <= weight < math.inf for weight in weights)):
-        raise UserError(f"--step-weights {weights}: --ttt-steps {args.ttt_steps} needs as many, none below 0.")
-    if args.num_draft_steps > args.ttt_steps:
-        raise UserError(f"--num-draft-steps {args.num_draft_steps} needs --ttt-steps of at least as many, "
-                        f"not {args.ttt_steps}.")
+    return train_flags.build_parser(__doc__)
 
 
 # ---- the loop ----
@@ -379,13 +280,14 @@ def resolved_config(args, inputs: Inputs, process: Process) -> dict:
     """All that the run hangs on, by flag; what is not in MAY_CHANGE must stay as it is over resumes."""
     config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else value
               for key, value in vars(args).items()}
-    return config | {"dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
-                     "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()}
+    config |= {"dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
+               "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()}
+    return recorded(config)
 
 
 def main(argv: list[str]) -> None:
     args = parse_args(build_parser(), "train", argv)
-    check_args(args)
+    train_flags.check_args(args)
     process = join_processes(args.device, args.dtype)
     inputs, say, output = read_inputs(args, process.say), process.say, args.output_dir
     config = resolved_config(args, inputs, process)

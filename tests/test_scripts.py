@@ -208,7 +208,10 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Healthy).serve_forever()
 
     def start(before=""):
         command = f"{before} {sys.executable} {ROOT}/scripts/serve.py --config run.yaml --role plain --log server.log > serve.log 2>&1 & echo $!"
-        shell = subprocess.run(["bash", "-c", f"{command}; until grep -q ready serve.log; do sleep 0.1; done"], cwd=tmp_path, text=True, stdout=subprocess.PIPE, timeout=60)
+        # a hangup that is ignored here (tests behind nohup) would be in the shell and its children too: back to the default
+        shell = subprocess.run(["bash", "-c", f"{command}; until grep -q ready serve.log; do sleep 0.1; done"],
+                               cwd=tmp_path, text=True, stdout=subprocess.PIPE, timeout=60,
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
         pids.append(int(shell.stdout))
         return pids[-1], f"http://127.0.0.1:{port}"
 
