@@ -35,6 +35,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -52,15 +53,16 @@ from eagle3.checkpoints import (checkpoints, load_checkpoint, make_best, repair,
 from eagle3.drafter import Drafter  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
-from eagle3.metrics import Metrics, Window, gpu_use, listed, plot, step_metrics  # noqa: E402
+from eagle3.metrics import Metrics, Window, gpu_use, listed, step_metrics  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, run, write_atomic,  # noqa: E402
                           write_manifest)
 from eagle3.trainer import HostCopy, Process, Trainer, join_processes, learning_rate, loss_weights  # noqa: E402
+from eagle3.training_plot import plot  # noqa: E402
 
 STAGE = "04_train"
 MAY_CHANGE = {"config", "verifier-path", "data-dir", "vocab-mapping-dir", "output-dir", "num-workers", "log-every",
-              "keep-checkpoints", "tensorboard", "device", "grad-accum", "release-share"}
+              "keep-checkpoints", "tensorboard", "device", "grad-accum", "release-share", "eval-every"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,6 +92,7 @@ class Training:
                 make_best(self.output, self.best["step"])
         if follow:
             self.saves |= follow.begin(trainer.step, state.get("seen"))
+        self.evaluations = {*self.saves, *range(0, self.total, args.eval_every or self.total)}
         self.window, self.pending = Window(self.K), None
 
     def train(self) -> None:
@@ -103,7 +106,8 @@ class Training:
                 if follow:
                     self.wait_for(step, bins)
                 members, counts = self.members_and_counts(bins)
-                lr = learning_rate(step - 1, self.total, args.lr, self.warmup, args.scheduler)
+                lr = learning_rate(step - 1, self.total, args.lr, self.warmup, args.scheduler, args.min_lr_ratio,
+                                   args.decay_ratio)
                 sums = self.trainer.update(batches, sum(map(bool, members)), counts, lr)
                 self.window.add(sums, counts, sum(plan.train[i].tokens for indices in bins for i in indices))
                 if self.pending:  # of the step before: the GPU is nearly done with it, and has this one to go on with
@@ -112,11 +116,13 @@ class Training:
                 self.pending = step, HostCopy(sums), report, sum(members, [])
                 if follow:
                     follow.behind([plan.train[i] for indices in bins[rank::world] for i in indices])
-                if step in self.saves or step % args.log_every == 0 or step == 1:
+                if step in self.evaluations or step % args.log_every == 0 or step == 1:
                     stop_if_not_finite(*self.pending)
                     self.log_step(step, epoch, lr)
                     if step in self.saves:
                         self.validate_and_save(step)
+                    elif step in self.evaluations:
+                        self.validate(step, plan.val)
                     self.window = Window(self.K)
                 progress.update()
 
@@ -162,10 +168,12 @@ class Training:
         args, window, K = self.args, self.window, self.K
         if self.process.world > 1:
             dist.all_reduce(window.sums)
-        metrics = step_metrics(window.sums.cpu(), window.counts)
-        metrics |= {"loss": sum(weight * metrics[f"loss_{k}"] for k, weight in enumerate(loss_weights(args))),
-                    "accept_length": 1 + sum(metrics[f"full_acc_{k}"] for k in range(args.num_draft_steps)),
-                    "lr": lr, "epoch": epoch}
+        # in one copy: the host waits once
+        *sums, grad_norm = torch.cat([window.sums.flatten(), self.trainer.grad_norm.double()[None]]).cpu()
+        metrics = step_metrics(torch.stack(sums).view(K, 4), window.counts)
+        metrics |= {"loss": sum(weight * (metrics[f"loss_{k}"] or 0) for k, weight in enumerate(loss_weights(args))),
+                    "accept_length": 1 + sum(metrics[f"full_acc_{k}"] or 0 for k in range(args.num_draft_steps)),
+                    "lr": lr, "grad_norm": float(grad_norm), "epoch": epoch}
         if self.process.rank == 0:
             self.metrics.add({"step": step, **metrics})
         seconds = time.monotonic() - window.begun
@@ -175,47 +183,59 @@ class Training:
             f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | loss {metrics['loss']:.3f} | "
             f"loss_k {listed(metrics, 'loss', K)} | full_acc {listed(metrics, 'full_acc', K, 2)} | "
             f"cond_acc {listed(metrics, 'cond_acc', K, 2)} | accept_length {metrics['accept_length']:.2f} | "
-            f"lr {lr:.2e} | {window.tokens / seconds:,.0f} tok/s{gpu} | data wait {window.waited / seconds:.0%} | "
-            f"eta {duration(left)}")
+            f"lr {lr:.2e} | grad_norm {metrics['grad_norm']:.3g} | {window.tokens / seconds:,.0f} tok/s{gpu} | "
+            f"data wait {window.waited / seconds:.0%} | eta {duration(left)}")
 
     def validate_and_save(self, step: int) -> None:
-        """Evaluate, write checkpoint-<step> and, if it predicts the longest accept_length so far, best/; then
-        release.
+        """Evaluate, write checkpoint-<step> and, if of all checkpoints it predicts the longest accept_length so far,
+        best/; then release. Evaluations between checkpoints (--eval-every) have no say in what is best.
         """
-        if not self.follow:
-            self.validate(step, self.plan.val, self.plan.agreement, {})
-            return
-        last = step == self.total
-        if last:  # before, some of the validation samples have not landed
-            self.inputs.hashes["hidden_states"], val = self.follow.finish(), self.follow.validation()
-        seen = self.follow.gather()
-        share = seen["agreed"] / max(1, seen["predicted"])
+        val, agreement, state = self.plan.val, self.plan.agreement, {}
+        if self.follow:
+            val, agreement, state = self.followed(step)
+        prediction = self.validate(step, val) if val else None
+        if prediction:
+            if not self.best or prediction["accept_length"] > self.best["accept_length"]:
+                self.best = {"step": step, "accept_length": prediction["accept_length"]}
+        elif not torch.isfinite(self.trainer.draft.master.flat).all():
+            self.stop_after(step, "weights are not finite")
+        self.save(self.best, prediction, agreement, state)
+        if self.follow and step < self.total:
+            self.follow.release(step)
+
+    def followed(self, step: int) -> tuple[list, float, dict]:
+        """Of --follow after `step`: the validation samples, once all have landed, the agreement, and the state."""
+        last, val = step == self.total, []
         if last:
+            self.inputs.hashes["hidden_states"], val = self.follow.finish(), self.follow.validation()
             if self.process.rank == 0:
                 write_val_ids(self.output, val)
-            self.validate(step, val, share, {"seen": seen})
-            return
-        self.save(None, None, share, {"seen": seen})
-        self.follow.release(step)
+        seen = self.follow.gather()
+        return val, seen["agreed"] / max(1, seen["predicted"]), {"seen": seen}
 
-    def validate(self, step: int, val: list, agreement: float, state: dict) -> None:
-        args, K = self.args, self.K
+    def validate(self, step: int, val: list) -> dict:
+        """What serving would accept of the drafter as it is now, into the log, metrics.jsonl and training.png; returns
+        eagle3.json's `prediction`.
+        """
         with self.trainer.draft.using(self.trainer.average):
-            evaluation = evaluate(self.trainer.draft, val, args, self.process)
-        found, prediction = evaluation.metrics, evaluation.prediction
-        if not all(map(math.isfinite, found.values())):  # the weights went wrong in this very step, after its loss
-            self.process.say(f"validation loss is not finite after step {step}: stopped, the last checkpoint is "
-                             "untouched. Lower --lr in another --output-dir")
-            sys.exit(1)
-        if not self.best or found["accept_length"] > self.best["accept_length"]:
-            self.best = {"step": step, "accept_length": found["accept_length"]}
+            evaluation = evaluate(self.trainer.draft, val, self.args, self.process)
+        found, prediction, K = evaluation.metrics, evaluation.prediction, self.K
+        if not all(math.isfinite(value) for value in found.values() if value is not None):
+            self.stop_after(step, "validation loss is not finite")
         if self.process.rank == 0:
             self.metrics.add({"step": step, **{f"val_{key}": value for key, value in found.items()}})
+            plot(self.metrics.rows, self.output / "training.png")
         positions = " ".join(f"{share:.3f}" for share in prediction["accept_by_position"])
         self.process.say(f"validation step {step}/{self.total} | loss_k {listed(found, 'loss', K)} | "
                          f"full_acc {listed(found, 'full_acc', K)} | cond_acc {listed(found, 'cond_acc', K)} | "
                          f"accept_length {found['accept_length']:.3f} | by position {positions}")
-        self.save(self.best, prediction, agreement, state)
+        return prediction
+
+    def stop_after(self, step: int, what: str) -> NoReturn:
+        """The weights went wrong in this very step, after its loss."""
+        self.process.say(f"{what} after step {step}: stopped, the last checkpoint is untouched. Lower --lr in another "
+                         "--output-dir")
+        sys.exit(1)
 
     def save(self, best: dict | None, prediction: dict | None, agreement: float, state: dict) -> None:
         if self.process.rank == 0:
@@ -277,10 +297,9 @@ def make_drafter(args, inputs: Inputs, head: torch.Tensor, process: Process) -> 
 
 def resolved_config(args, inputs: Inputs, process: Process) -> dict:
     """All that the run hangs on, by flag; what is not in MAY_CHANGE must stay as it is over resumes."""
-    config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else value
-              for key, value in vars(args).items()}
-    return config | {"dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
-                     "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()}
+    return train_flags.as_config(args) | {
+        "dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
+        "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()}
 
 
 def main(argv: list[str]) -> None:

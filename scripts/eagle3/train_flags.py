@@ -24,6 +24,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--export-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one; CUDA_VISIBLE_DEVICES says which")
     add("--save-every", type=int, default=0, metavar="STEPS", help="evaluate and save so often; always at epochs' ends")
+    add("--eval-every", type=int, default=0, metavar="STEPS",
+        help="also evaluate so often, without a checkpoint; best/ is the best one among the checkpoints")
     add("--keep-checkpoints", type=int, default=2, help="the latest checkpoints kept; best/ stays besides")
     add("--num-workers", type=int, default=4, help="threads that read samples ahead")
     add("--log-every", type=int, default=20, metavar="STEPS")
@@ -42,7 +44,10 @@ def add_schedule_flags(add) -> None:
              "03's bound (less validation). Smaller: 03 waits less, more checkpoints")
     add("--max-steps", type=int, help="stop after this many optimizer steps (the schedule ends there)")
     add("--lr", type=float, default=3e-5, help="peak learning rate")
-    add("--scheduler", choices=("cosine", "linear", "constant"), default="cosine")
+    add("--scheduler", choices=("cosine", "linear", "constant", "wsd"), default="cosine",
+        help="of the learning rate after the warm-up; wsd: stable, then down as 1 - sqrt over --decay-ratio")
+    add("--min-lr-ratio", type=float, default=0.0, metavar="F", help="cosine, linear and wsd end at this times --lr")
+    add("--decay-ratio", type=float, default=0.2, metavar="F", help="share of all steps in which wsd goes down")
     add("--warmup-ratio", type=float, default=0.01)
     add("--weight-decay", type=float, default=0.0)
     add("--beta1", type=float, default=0.9)
@@ -80,11 +85,24 @@ LIMITS = (  # what, whether a value fits, the flags it is said of
     ("at least 1", lambda x: x >= 1,
      "epochs max-steps max-seq-len batch-tokens grad-accum ttt-steps num-draft-steps log-every keep-checkpoints "
      "num-heads num-kv-heads head-dim intermediate-size max-position-embeddings"),
-    ("at least 0", lambda x: 0 <= x < math.inf, "lr weight-decay step-decay noise-std num-workers save-every"),
+    ("at least 0", lambda x: 0 <= x < math.inf,
+     "lr weight-decay step-decay noise-std num-workers save-every eval-every"),
     ("above 0", lambda x: 0 < x < math.inf, "max-grad-norm rope-theta"),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup-ratio"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup-ratio min-lr-ratio decay-ratio"),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "beta1 beta2 ema"),
     ("between 0 and 1", lambda x: 0 < x < 1, "val-ratio"))
+
+
+# Flags that came later, and the value that a folder begun without them has: it is not written into a config, so that
+# such a folder goes on
+UNSAID = {"min-lr-ratio": 0.0, "decay-ratio": 0.2}
+
+
+def as_config(args) -> dict:
+    """The flags as they stand in a config: {"epochs": 5, ...}."""
+    config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else value
+              for key, value in vars(args).items()}
+    return {key: value for key, value in config.items() if key not in UNSAID or value != UNSAID[key]}
 
 
 def check_args(args) -> None:
@@ -105,6 +123,9 @@ def check_args(args) -> None:
                         "--release-share above 0, at most 1.")
     if args.follow:
         args.order = "plan"
+        if args.eval_every:
+            raise UserError("--eval-every: with --follow the validation samples are there at the end only. Leave it "
+                            "out.")
     weights = args.step_weights
     if weights and (len(weights) != args.ttt_steps or not all(0 <= weight < math.inf for weight in weights)):
         raise UserError(f"--step-weights {weights}: --ttt-steps {args.ttt_steps} needs as many, none below 0.")
