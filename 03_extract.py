@@ -138,7 +138,7 @@ def check_servers(job: Extraction) -> None:
 
 # ---- while it runs ----
 class Progress:
-    """What is said of a job: a bar on a terminal, and a log line every --log-interval seconds."""
+    """How far a job is: a log line every --log-interval seconds. `began`: when the first sample was sent."""
 
     def __init__(self, job: Extraction):
         self.job, self.began = job, time.monotonic()
@@ -228,7 +228,7 @@ def extract_missing(job: Extraction) -> None:
 
 # ---- the stage ----
 def begin_bounded(args, folder: Path, incoming: Path) -> None:
-    """Raises UserError."""
+    """Check and write down the bound. Raises UserError."""
     if os.stat(incoming).st_dev != os.stat(folder).st_dev:
         raise UserError(f"--capture-dir {incoming}: --max-disk-gb needs it on the file system of {folder}, "
                         "so that no sample lies there twice.")

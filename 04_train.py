@@ -54,6 +54,7 @@ from eagle3.drafter import Drafter  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.metrics import Metrics, Window, gpu_use, listed, step_metrics  # noqa: E402
+from eagle3.recipe import recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, run, write_atomic,  # noqa: E402
                           write_manifest)
@@ -297,9 +298,9 @@ def make_drafter(args, inputs: Inputs, head: torch.Tensor, process: Process) -> 
 
 def resolved_config(args, inputs: Inputs, process: Process) -> dict:
     """All that the run hangs on, by flag; what is not in MAY_CHANGE must stay as it is over resumes."""
-    return train_flags.as_config(args) | {
+    return recorded(train_flags.as_config(args) | {
         "dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
-        "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()}
+        "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()})
 
 
 def main(argv: list[str]) -> None:

@@ -1,32 +1,27 @@
-"""The table of a rehearsal: what each stage took, beside scripts/plan.py's forecast. Called by scripts/rehearse.sh.
+"""The table of a rehearsal: what each stage took, beside the forecast. Called by scripts/rehearse.sh.
 
-    python3 scripts/rehearsal_table.py --config configs/rehearsal.yaml --timings .run/rehearsal/timings.tsv --samples 200 --longest 4096
+    python3 scripts/rehearsal_table.py --config configs/rehearsal.yaml \\
+      --timings .run/rehearsal/timings.tsv --samples 200 --longest 4096
 
 Reads   timings.tsv (stage, seconds, peak GPU memory in MiB), the stages' logs and folders, report.json
-Exit    0; 1 when a greedy answer of the speculative server differs from the plain one's (each is shown with its log-probability gap)
+Exit    0; 1 when a greedy answer of the speculative server differs from the plain one's (each is shown with its
+        log-probability gap)
 """
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
-import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from eagle3.forecast import MEAN_LENGTH, Forecast, bytes_there, build_parser, run_file_settings  # noqa: E402
+from eagle3.stage import read_json, read_run_file, run  # noqa: E402
 
 PEAKS = {"H200": 989, "H100": 989, "RTX PRO 6000": 504}  # dense bf16 TFLOP/s, data sheets
-
-
-def folder_bytes(folder: Path) -> int:
-    found = {}
-    for place, _, files in os.walk(folder, followlinks=True):
-        for name in files:
-            state = os.stat(os.path.join(place, name))
-            found[state.st_ino] = state.st_size
-    return sum(found.values())
+STAGES = ("target", "02_build_vocab", "03_extract", "04_train", "05_benchmark")
 
 
 def numbers(pattern: str, text: str) -> list[float]:
@@ -34,54 +29,78 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(pattern, text)]
 
 
-def main() -> int:
+def gb(value: float) -> str:
+    return f"{value / 1e9:.2f} GB"
+
+
+def forecast_of(run_file: dict, args: argparse.Namespace, tflops: float | None) -> dict:
+    """The figures that scripts/plan.py gives for this rehearsal."""
+    parser = build_parser("")
+    parser.set_defaults(**run_file_settings(run_file, args.config))
+    more = ["--gpu-tflops", str(tflops)] if tflops else []
+    return Forecast(parser.parse_args(["--samples", str(args.samples), "--mean-length",
+                                       str(MEAN_LENGTH * args.longest / 4096), *more])).figures
+
+
+def measured(folder: Path) -> dict:
+    """What the logs of 03 and 04 say."""
+    extract, train = ((folder / "logs" / f"{name}.log").read_text() for name in ("03_extract", "04_train"))
+    return {"extract": numbers(r"extracted .*\| ([\d,]+) tok/s", extract)[-1],
+            "tokens": int(numbers(r"kept .*\| tokens ([\d,]+)", extract)[-1]),
+            "train": statistics.median(numbers(r"train step .*\| ([\d,]+) tok/s", train)[1:]),  # the first compiles
+            "memory": (numbers(r"\| ([\d.]+) GiB", train) or [None])[-1]}
+
+
+def columns_of(folder: Path, run_file: dict, found: dict, forecast: dict, rate: str, levels: dict) -> dict:
+    """{stage: (bytes, forecast, speed, forecast)}."""
+    checkpoint = next(iter((folder / "output").glob("checkpoint-*")))
+    kept = run_file["train"]["keep-checkpoints"] + 1
+    speeds = ", ".join(f"{variants['plain']['tok_s']:.0f} / {variants['speculative']['tok_s']:.0f} tok/s at {level}"
+                       for level, variants in levels.items())
+    memory = f", {found['memory']} GiB" if found["memory"] else ""
+    return {"target": (gb(bytes_there((folder / "target").resolve())), gb(forecast["target_bytes"]), "-", "-"),
+            "02_build_vocab": ("-", "-", "-", "-"),
+            "03_extract": (gb(bytes_there(folder / "hidden_states")), gb(forecast["hidden_states_bytes"]),
+                           f"{found['extract']:,.0f} tok/s", "1,700-2,800 (Kimi, 8 GPUs, one at a time)"),
+            "04_train": (gb(bytes_there(checkpoint)), gb(forecast["checkpoint_bytes"] / kept),
+                         f"{found['train']:,.0f} tok/s{memory}", rate),
+            "05_benchmark": ("-", "-", f"plain / speculative {speeds}", "-")}
+
+
+def show(rows: list[tuple]) -> None:
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("| " + " | ".join(str(cell).ljust(width) for cell, width in zip(row, widths)) + " |")
+
+
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--timings", type=Path, required=True)
-    parser.add_argument("--samples", required=True)
+    parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--longest", type=int, required=True)
-    args = parser.parse_args()
-    run = args.timings.parent
-    timings = {name: (int(seconds), peak) for name, seconds, peak in (line.split("\t") for line in args.timings.read_text().splitlines())}
-    config = yaml.safe_load(args.config.read_text())
+    args = parser.parse_args(argv)
+    folder, run_file = args.timings.parent, read_run_file(args.config)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     tflops = next((peak for name, peak in PEAKS.items() if gpu and name in gpu), None)
-    forecast = json.loads(subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("plan.py")), "--json", "--config", str(args.config), "--samples", args.samples,
-         "--mean-length", str(1730 * args.longest / 4096), *(["--gpu-tflops", str(tflops)] if tflops else [])],
-        check=True, capture_output=True, text=True).stdout)
-    logs = {name: (run / "logs" / f"{name}.log").read_text() for name in ("03_extract", "04_train")}
-    extract = numbers(r"extracted .*\| ([\d,]+) tok/s", logs["03_extract"])[-1]
-    train = statistics.median(numbers(r"train step .*\| ([\d,]+) tok/s", logs["04_train"])[1:])  # the first one compiles
-    memory = (numbers(r"\| ([\d.]+) GiB", logs["04_train"]) or [None])[-1]
-    tokens = int(re.findall(r"kept .*\| tokens ([\d,]+)", logs["03_extract"])[-1].replace(",", ""))
-    report = json.loads((run / "report" / "report.json").read_text())
-
-    def gb(value):
-        return f"{value / 1e9:.2f} GB"
-
-    checkpoint = next(iter((run / "output").glob("checkpoint-*")))
+    forecast, found = forecast_of(run_file, args, tflops), measured(folder)
+    report = read_json(folder / "report" / "report.json")
+    levels, speculative = report["levels"], report["variants"]["speculative"]
     rate = f"{forecast['train_rate']:,.0f} tok/s" if tflops else "- (no GPU known to the plan)"
-    levels = [(level, variants) for level, variants in report["levels"].items()]
-    speeds = ", ".join(f"{variants['plain']['tok_s']:.0f} / {variants['speculative']['tok_s']:.0f} tok/s at {level}" for level, variants in levels)
-    accept = report["variants"]["speculative"]["accept"]
-    rows = [("stage", "seconds", "GPU peak", "bytes", "forecast", "speed", "forecast"),
-            ("target", "target", gb(folder_bytes(run / "target")), gb(forecast["target_bytes"]), "-", "-"),
-            ("02_build_vocab", "02_build_vocab", "-", "-", "-", "-"),
-            ("03_extract", "03_extract", gb(folder_bytes(run / "hidden_states")), gb(forecast["hidden_states_bytes"]), f"{extract:,.0f} tok/s",
-             "1,700-2,800 (Kimi, 8 GPUs, one at a time)"),
-            ("04_train", "04_train", gb(folder_bytes(checkpoint)), gb(forecast["checkpoint_bytes"] / (config["train"]["keep-checkpoints"] + 1)),
-             f"{train:,.0f} tok/s" + (f", {memory} GiB" if memory else ""), rate),
-            ("05_benchmark", "05_benchmark", "-", "-", f"plain / speculative {speeds}", "-")]
-    table = [rows[0]] + [(name, f"{timings[key][0]:,}", f"{timings[key][1]} MiB" if timings[key][1] != "-" else "-", *rest) for name, key, *rest in rows[1:]]
-    widths = [max(len(str(row[i])) for row in table) for i in range(len(table[0]))]
-    for row in table:
-        print("| " + " | ".join(str(cell).ljust(width) for cell, width in zip(row, widths)) + " |")
-    print(f"{args.samples} samples, {tokens:,} tokens (forecast {forecast['tokens']:,.0f}) | drafter {forecast['draft_parameters'] / 1e6:,.0f}M trained | "
-          f"{gpu or 'CPU'} | accept_length {accept['accept_length']:.2f} (training predicted "
-          f"{report['variants']['speculative']['prediction']['predicted']:.2f} over the whole responses)")
-    same = [variants["speculative"]["same_text"] for _, variants in levels]
-    for difference in (found for text in same for found in text["differences"]):
+    columns = columns_of(folder, run_file, found, forecast, rate, levels)
+
+    timings = dict(line.split("\t", 1) for line in args.timings.read_text().splitlines())
+    rows = [("stage", "seconds", "GPU peak", "bytes", "forecast", "speed", "forecast")]
+    for stage in STAGES:
+        seconds, peak = timings[stage].split("\t")
+        rows.append((stage, f"{int(seconds):,}", f"{peak} MiB" if peak != "-" else "-", *columns[stage]))
+    show(rows)
+    print(f"{args.samples} samples, {found['tokens']:,} tokens (forecast {forecast['tokens']:,.0f}) | drafter "
+          f"{forecast['draft_parameters'] / 1e6:,.0f}M trained | {gpu or 'CPU'} | accept_length "
+          f"{speculative['accept']['accept_length']:.2f} (training predicted "
+          f"{speculative['prediction']['predicted']:.2f} over the whole responses)")
+    same = [variants["speculative"]["same_text"] for variants in levels.values()]
+    for difference in (each for text in same for each in text["differences"]):
         print(f"differs: {json.dumps(difference)}")
     equal, compared = sum(text["equal"] for text in same), sum(text["compared"] for text in same)
     print(f"greedy answers equal to plain's: {equal} of {compared}")
@@ -89,4 +108,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

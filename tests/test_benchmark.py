@@ -242,10 +242,9 @@ def test_a_torn_end_of_raw_is_cut_off(tmp_path):
     found = Measured(raw)
     assert [(unit["wall_s"], [r["id"] for r in unit["requests"]]) for unit in found.units] == [(1.0, ["a"])]
     assert found.servers == {"plain": {"version": "0.5.23"}} and not found.probes
+    assert raw.read_bytes() == whole
     found.add_probe("a:3:[1, 2]", {"gap": 9.0, "kind": "fault"})
     assert Measured(raw).probes == {"a:3:[1, 2]": {"gap": 9.0, "kind": "fault"}}
-    raw.write_bytes(whole)
-    assert raw.read_bytes() == whole
 
 
 # ---- prompts ----
@@ -712,7 +711,7 @@ def port_is_free(port: int, within: float = 20) -> bool:
     return False
 
 
-def test_killed_in_the_middle_it_goes_on_and_its_figures_are_those_of_the_raw_answers(workplace):
+def test_killed_in_the_middle_it_goes_on_and_its_figures_are_those_of_the_raw_answers(workplace, capsys):
     config, out = workplace("resume")
     process = start(config)
     wait_for(process, "plain c1 r0 finished")
@@ -752,12 +751,12 @@ def test_killed_in_the_middle_it_goes_on_and_its_figures_are_those_of_the_raw_an
     manifest = read_manifest(out, "05_benchmark")
     assert manifest["counts"] == {"kept": 6, "units": 4, "failed": {}} and manifest["versions"]["sglang"] == ["0.5.23"]
 
-    again = run_script("05_benchmark", "--config", config)
-    assert again.returncode == 0 and "complete already" in again.stdout and "accept_length" in again.stdout
-    assert "starting" not in again.stdout
-    other = run_script("05_benchmark", "--config", config, "--max-tokens", 25)
-    assert other.returncode == 2 and len(other.stderr.splitlines()) == 1
-    assert "max-tokens: 24 there, 25 now" in other.stderr
+    capsys.readouterr()
+    assert not bench.main(["--config", str(config)])
+    again = capsys.readouterr().out
+    assert "complete already" in again and "accept_length" in again and "starting" not in again
+    with pytest.raises(UserError, match="max-tokens: 24 there, 25 now"):
+        bench.main(["--config", str(config), "--max-tokens", "25"])
 
 
 def test_a_server_that_dies_is_one_line_that_names_its_log_and_sigterm_leaves_no_server(workplace):
@@ -781,9 +780,10 @@ def test_a_server_that_dies_is_one_line_that_names_its_log_and_sigterm_leaves_no
 
 def test_bad_input_is_one_line_and_exit_2(workplace, tmp_path, engine):
     def refused(*args) -> str:
-        done = run_script("05_benchmark", *args)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, (done.returncode, done.stderr)
-        return done.stderr
+        with pytest.raises(UserError) as caught:
+            bench.main(list(map(str, args)))
+        assert len(str(caught.value).splitlines()) == 1
+        return str(caught.value)
 
     config, _ = workplace("bad")
     with socket.socket() as taken:
@@ -792,7 +792,8 @@ def test_bad_input_is_one_line_and_exit_2(workplace, tmp_path, engine):
         assert f"port {port_of(config)} is taken" in refused("--config", config)
     nobody = f"http://127.0.0.1:{free_port()}"
     assert "no SGLang answers" in refused("--base-url", nobody, "--output-dir", tmp_path / "r1")
-    assert "--base-url" in refused("--output-dir", tmp_path / "r2")
+    done = run_script("05_benchmark", "--output-dir", tmp_path / "r2")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--base-url" in done.stderr
     assert "holds no config.json" in refused("--config", config, "--draft-path", tmp_path)
     assert "Make them equal" in refused("--config", config, "--draft-path", make_drafter(tmp_path / "other", range(9)))
     server, prompts = engine(), config.parent.parent / "prompts.jsonl"
@@ -851,4 +852,5 @@ os.execv(sys.executable, [sys.executable, {str(ROOT / "scripts/cpu_engine/serve.
     fastest = max(report["levels"]["2"], key=lambda name: report["levels"]["2"][name]["tok_s"])
     assert best["variant"] == fastest and "--model-path" in best["command"]
     if fastest != "plain":
-        assert f"--speculative-num-steps {fastest[5]} --speculative-eagle-topk {fastest[11]}" in best["command"]
+        for flag, value in (("num-steps", fastest[5]), ("eagle-topk", fastest[11])):
+            assert f"--speculative-{flag} {value}" in best["command"]

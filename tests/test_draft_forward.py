@@ -65,10 +65,13 @@ def sglang_side(work: Path) -> None:
         for n, row in zip(PREFIXES, logits):
             out[f"decode-{n}-{k}"] = row
     out["hot_token_id"] = runner.model.get_hot_token_id()
-    uninitialised = {name for name, _ in runner.model.named_parameters()} - {"model.embed_tokens.weight"} - {
-        f"model.{name}" for name in ("fc.weight", "norm.weight", *(f"layers.0.{part}.weight" for part in (
-            "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", "input_layernorm", "hidden_norm", "post_attention_layernorm")))} - {
-        "lm_head.weight"}
+    # What this drafter need not bring: the target's embedding; a norm that layers above the first do not use
+    brought = {name.replace("midlayer", "layers.0") for name in load_file(work / "draft/model.safetensors")} - {"d2t"}
+    brought = {f"model.{name}" if name != "lm_head.weight" else name for name in brought}
+    for stacked, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
+        brought |= {name.replace(parts[0], stacked) for name in brought if parts[0] in name}
+    uninitialised = {name for name, _ in runner.model.named_parameters()} - brought - {"model.embed_tokens.weight"}
+    uninitialised -= {f"model.layers.{layer}.input_layernorm.weight" for layer in range(1, 4)}
     assert not uninitialised, uninitialised
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in out.items()}, work / "sglang.safetensors")
 
@@ -81,7 +84,7 @@ if __name__ == "__main__":
 from conftest import load_script  # noqa: E402
 from train_reference import random_sample, write_hidden_states, write_target  # noqa: E402
 from eagle3.batches import Sample, collate  # noqa: E402
-from eagle3.drafter import Drafter, Shape, draft_config  # noqa: E402
+from eagle3.drafter import Drafter, Shape, draft_config, read_shape  # noqa: E402
 from eagle3.inputs import draft_shape  # noqa: E402
 from eagle3.stage import UserError  # noqa: E402
 from eagle3.states import sample_path  # noqa: E402
@@ -92,13 +95,20 @@ from eagle3.ttt import ttt_pass  # noqa: E402
 train = load_script("04_train")
 
 
-def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int):
+# What SGLang 0.5.23 serves unpatched; each kind is off in one of them and on in another
+KINDS = {"EAGLE-3": {}, "EAGLE-3.1": {"aux_norm": "each", "norm_output": True},
+         "norm before fc, five aux states": {"aux_norm": "all", "aux_states": 5},
+         "two layers of EAGLE-3.1, four aux states": {"layers": 2, "aux_norm": "each", "norm_output": True, "aux_states": 4},
+         "two layers": {"layers": 2}}
+
+
+def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int, **kind):
     """A random drafter with the widths and vocabulary of the tiny target, exported to work/draft, and one sample in work/input.safetensors."""
     target = write_target(work / "target", vocab=512, hidden=64)
     tensors = load_file(target / "model.safetensors")
     embed, head = tensors["language_model.model.embed_tokens.weight"], tensors["language_model.lm_head.weight"]
     draft_ids = torch.from_numpy(np.sort(np.random.default_rng(1).choice(512, 300, replace=False)))
-    shape = Shape(64, heads, kv_heads, head_dim, 96, 512, 300, 1e-5, 50000.0, 4096)
+    shape = Shape(64, heads, kv_heads, head_dim, 96, 512, 300, 1e-5, 50000.0, 4096, **kind)
     draft = Drafter(shape, torch.float32, torch.device("cpu"), embed, head[draft_ids], draft_ids, 128)
     draft.initialise(0)
     generator = torch.Generator().manual_seed(5)
@@ -107,16 +117,19 @@ def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int):
             view.add_(torch.randn(view.shape, generator=generator) * 0.2)  # norm weights of 1 would hide a swapped one
     (work / "draft").mkdir()
     save_file(draft.export(draft.master, torch.float32), work / "draft/model.safetensors", {"format": "pt"})
-    config = draft_config(shape, {"bos_token_id": 0, "eos_token_id": 1}, [1, 3, 5], "float32")
+    layers = [1, 3, 5, 7, 9][:shape.aux_states]
+    config = draft_config(shape, {"bos_token_id": 0, "eos_token_id": 1}, layers, "float32")
+    assert read_shape(config) == shape
     (work / "draft/config.json").write_text(json.dumps(config))
-    sample = random_sample(LENGTH, "all", head, np.random.default_rng(2))
+    sample = random_sample(LENGTH, "all", head, np.random.default_rng(2), aux_states=shape.aux_states)
     save_file({"embed": embed, **sample}, work / "input.safetensors")
     write_hidden_states(work / "hidden_states", {"a": sample})
     return draft, sample
 
 
-def test_sglang_computes_the_same_logits(tmp_path, monkeypatch):
-    draft, sample = make_drafter(tmp_path, heads=4, kv_heads=2, head_dim=32)  # grouped heads, wider than 64 / 4
+@pytest.mark.parametrize("kind", KINDS)
+def test_sglang_computes_the_same_logits(kind, tmp_path, monkeypatch):
+    draft, sample = make_drafter(tmp_path, heads=4, kv_heads=2, head_dim=32, **KINDS[kind])  # grouped heads, wider than 64 / 4
     done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
     assert (tmp_path / "sglang.safetensors").is_file(), done.stderr[-3000:]
     theirs = load_file(tmp_path / "sglang.safetensors")
@@ -124,7 +137,7 @@ def test_sglang_computes_the_same_logits(tmp_path, monkeypatch):
     ours, original = [], ttt.row_loss
     monkeypatch.setattr(ttt, "row_loss", lambda logits, *rest: (ours.append(logits.clone()), original(logits, *rest))[1])
     packed = Sample("a", sample_path(tmp_path / "hidden_states", "a"), LENGTH, 0, np.ones(LENGTH, np.float32))
-    ttt_pass(draft, collate([packed], STEPS, 64), [1.0] * STEPS)
+    ttt_pass(draft, collate([packed], STEPS, 64, draft.shape.aux_states), [1.0] * STEPS)
     assert packed.rows(STEPS) == (0, LENGTH - 2, LENGTH - 2) and len(ours) == STEPS  # row p of ours[k]: step k at position p
     assert ours[0].abs().max() > 1
     for n in PREFIXES:
@@ -174,7 +187,9 @@ def test_kimis_sizes_are_exported_as_they_are():
     """7168 / 64 would be 112; Kimi's heads are 128 wide. target_hidden_size, norm_output and norm_before_residual stay out."""
     target = {"hidden_size": 7168, "vocab_size": 163840, "num_attention_heads": 64, "v_head_dim": 128, "intermediate_size": 18432,
               "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 262144}
-    shape = draft_shape(train.build_parser().parse_args([]), target, 32000)
+    args = train.build_parser().parse_args([])
+    args.draft_layers, args.fc_norm, args.norm_before_fc, args.norm_output = 1, False, False, False
+    shape = draft_shape(args, target, 32000)
     config = draft_config(shape, target, [3, 31, 59], "bfloat16")
     assert (config["head_dim"], config["num_key_value_heads"], config["max_position_embeddings"]) == (128, 8, 262144)
     assert not {"target_hidden_size", "norm_output", "norm_before_residual", "rope_scaling"} & set(config)

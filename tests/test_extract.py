@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 import eagle3.stage
 from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, post
 from eagle3 import extraction, verify as verifying
+from eagle3.incoming import own_runs
 from eagle3.journal import Journal
 from eagle3.states import StateFile, check_header, sample_path
 from stand_in import StandIn, captured, extract_here, let_go, write_responses
@@ -34,33 +36,29 @@ SAMPLES = 150
 FLAGS = {"max_running_requests": 1, "chunked_prefill_size": 128}
 
 
-@pytest.fixture(scope="module")
+def capturing(engine) -> Engine:
+    """The server of all these tests and of tests/test_follow.py; started anew where a test has left it dead."""
+    return engine(capture_dir=True, **FLAGS)
+
+
+@pytest.fixture
 def server(engine):
-    return engine(capture_dir=True, **FLAGS)  # the server of tests/test_follow.py, too
+    return capturing(engine)
 
 
 @pytest.fixture(scope="module")
-def capture_dir(server):
-    return server.capture_dir
-
-
-@pytest.fixture(autouse=True)
-def alive(request):
-    """A test may leave the server dead; the next one finds it running."""
-    if "server" in request.fixturenames:
-        engine = request.getfixturevalue("server")
-        if engine.process.poll() is not None:
-            engine.start()
+def capture_dir(engine):
+    return capturing(engine).capture_dir
 
 
 @pytest.fixture(scope="module")
-def rows(server):
+def rows(engine):
     """Greedy responses of the engine itself; some samples are longer than the prefill chunk of 128."""
     chance = random.Random(0)
     prompts = [[chance.randrange(300, 2000) for _ in range(chance.choice([4, 9, 30, 140, 300]))]
                for _ in range(SAMPLES)]
     sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
-    answers = post(f"{server.url}/generate", {"input_ids": prompts, "sampling_params": sampling})
+    answers = post(f"{capturing(engine).url}/generate", {"input_ids": prompts, "sampling_params": sampling})
     return [{"id": f"p{number:03d}-t0", "prompt_ids": prompt, "response_ids": answer["output_ids"]}
             for number, (prompt, answer) in enumerate(zip(prompts, answers))]
 
@@ -102,9 +100,9 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(responses, server, capture_dir, tmp_path_factory):
+def undisturbed(responses, engine, capture_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "hidden_states"
-    extract(responses, folder, server.url, capture_dir, process=True)
+    extract(responses, folder, capturing(engine).url, capture_dir, process=True)
     return folder
 
 
@@ -129,7 +127,9 @@ def test_every_sample_is_there_with_its_ids(undisturbed, rows, capture_dir, resp
         ids = row["prompt_ids"] + row["response_ids"]
         assert tensors["input_ids"].tolist() == ids and entry["tokens"] == len(ids)
         assert tensors["loss_mask"].tolist() == [0] * len(row["prompt_ids"]) + [1] * len(row["response_ids"])
-    assert list(capture_dir.iterdir()) == []  # nothing left of it, nothing of the requests that made the responses
+    # Nothing is left of it, nothing of the requests that made the responses
+    assert own_runs(capture_dir, undisturbed) == []
+    assert all(re.fullmatch(r"[0-9a-f]{12}-\d+-\d+\.\d+", path.name) for path in capture_dir.iterdir())
 
 
 def test_complete_already(undisturbed, responses, capture_dir):
@@ -171,7 +171,7 @@ Kill = namedtuple("Kill", "victims point count")
 
 
 def killed(kill: Kill, responses, server, capture_dir, folder: Path) -> None:
-    """One run of 03 with this fault. A server that died alone is started again; 03, which goes on by itself, is stopped."""
+    """One run of 03 with this fault. A server that died alone is started again; 03, which goes on, is stopped."""
     argv = [sys.executable, "-u", "-c", FAULT, kill.point, str(kill.count), str(server.process.pid), kill.victims,
             *arguments(responses, folder, server.url, capture_dir)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
@@ -432,9 +432,11 @@ def test_a_server_of_other_layers_is_refused(responses, server, capture_dir, tmp
     assert "captured with another capture_layers [2, 4, 6] (the folder: [1, 3, 5])" in said
 
 
-def test_a_server_without_the_patch_is_named(responses, engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(extraction, "FIRST_FILE_S", 1.0)
-    said = extract(responses, tmp_path / "out", engine().url, tmp_path / "incoming", code=2).stderr
+def test_a_server_without_the_patch_is_named(stage, monkeypatch):
+    """It answers and writes nothing."""
+    monkeypatch.setattr(extraction, "FIRST_FILE_S", 0.3)
+    stage.servers[0].before = lambda sample_id, folder: "silent"
+    said = stage()
     assert "nothing appeared in " in said and "EAGLE3_CAPTURE_DIR" in said
 
 

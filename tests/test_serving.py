@@ -1,11 +1,14 @@
 """Proof 4: what 04 predicts is what SGLang serves, request by request, in float32 on the real engine.
 
-How SGLang (0.5.15.post1 and 0.5.23 alike) counts, read from its scheduler (batch_result_processor.py, _resolve_spec_v2_tokens) and EAGLE worker:
+How SGLang (0.5.15.post1 and 0.5.23 alike) counts, read from its scheduler (batch_result_processor.py,
+_resolve_spec_v2_tokens) and EAGLE worker:
 - the first response token comes from the prefill; it belongs to no verify step;
-- a verify step with k correct drafts adds 1 to spec_verify_ct, k to spec_num_correct_drafts, 1 to histogram[k], and emits k + 1 tokens;
-- that happens BEFORE the stop token or max_new_tokens is looked for: correct drafts behind the end of the answer are counted, though cut off it,
-  and the chain is not shortened near the end. So tokens cut off = 1 + correct + verify_ct - completion_tokens, all but the bonus token counted as
-  correct. Training has no target state behind the end and stops its walk there; only the last step of a request can differ, by exactly that number.
+- a verify step with k correct drafts adds 1 to spec_verify_ct, k to spec_num_correct_drafts, 1 to histogram[k], and
+  emits k + 1 tokens;
+- that happens BEFORE the stop token or max_new_tokens is looked for: correct drafts behind the end of the answer are
+  counted, though cut off it, and the chain is not shortened near the end. So tokens cut off = 1 + correct + verify_ct -
+  completion_tokens, all but the bonus token counted as correct. Training has no target state behind the end and stops
+  its walk there; only the last step of a request can differ, by exactly that number.
 """
 import json
 import shutil
@@ -15,21 +18,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import TINY_KIMI, post, run_script
+from conftest import TINY_KIMI, load_script, post, run_script
 from eagle3.acceptance import walk
 from eagle3.batches import Sample, collate
 from eagle3.drafter import Drafter, Shape
+from eagle3.figures import beyond_answer, prediction_check
+from eagle3.load import spec_counts
+from eagle3.responses import part_files, read_jsonl
 from eagle3.states import sample_path
 from eagle3.target import Target
 from eagle3.ttt import ttt_pass
-from eagle3.figures import beyond_answer, prediction_check
-from eagle3.load import spec_counts
 
 MAX_TOKENS, STEPS = 64, 3
-SUBJECTS = ["a list", "a dictionary", "a generator", "the with statement", "an exception", "a decorator", "a module", "a class", "a lambda",
-            "an iterator", "str.join", "os.path", "a tuple", "a set", "slicing", "the import statement", "a closure", "an integer", "a float",
-            "a byte string", "the for statement", "the yield expression", "an attribute", "a descriptor", "inheritance", "the global statement",
-            "a package", "assert", "a comprehension", "the else clause", "a coroutine", "garbage collection"]
+SUBJECTS = ["a list", "a dictionary", "a generator", "the with statement", "an exception", "a decorator", "a module",
+            "a class", "a lambda", "an iterator", "str.join", "os.path", "a tuple", "a set", "slicing",
+            "the import statement", "a closure", "an integer", "a float", "a byte string", "the for statement",
+            "the yield expression", "an attribute", "a descriptor", "inheritance", "the global statement", "a package",
+            "assert", "a comprehension", "the else clause", "a coroutine", "garbage collection"]
 
 
 def run_stage(name, *args):
@@ -39,30 +44,34 @@ def run_stage(name, *args):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, engine):
-    """A whole small run: greedy answers of the tiny target, their hidden states, a drafter; half of the samples are validation."""
+    """A whole small run: greedy answers of the tiny target, their hidden states, a drafter; half are validation."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"id": f"q{n}", "prompt": f"What is {subject}?"}) + "\n" for n, subject in enumerate(SUBJECTS)))
+    rows = [{"id": f"q{n}", "prompt": f"What is {subject}?"} for n, subject in enumerate(SUBJECTS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    responses, vocabulary, states = folder / "responses", folder / "vocab_mapping", folder / "hidden_states"
     server = engine(capture_dir=True, chunked_prefill_size=256)  # the server of tests/test_capture.py
-    run_stage("01_generate", "--prompts", folder / "prompts.jsonl", "--base-url", server.url, "--tokenizer", TINY_KIMI, "--output-dir", folder / "responses",
-              "--max-tokens", MAX_TOKENS, "--temperature", 0, "--top-p", 1, "--concurrency", 8)
-    run_stage("02_build_vocab", "--data-dir", folder / "responses", "--tokenizer", TINY_KIMI, "--output-dir", folder / "vocab_mapping",
+    run_stage("01_generate", "--prompts", folder / "prompts.jsonl", "--base-url", server.url, "--tokenizer", TINY_KIMI,
+              "--output-dir", responses, "--max-tokens", MAX_TOKENS, "--temperature", 0, "--top-p", 1,
+              "--concurrency", 8)
+    run_stage("02_build_vocab", "--data-dir", responses, "--tokenizer", TINY_KIMI, "--output-dir", vocabulary,
               "--draft-vocab-size", 256)
-    run_stage("03_extract", "--data-dir", folder / "responses", "--base-url", server.url, "--output-dir", folder / "hidden_states", "--concurrency", 8,
-              "--capture-dir", server.capture_dir)
-    run_stage("04_train", "--verifier-path", TINY_KIMI, "--data-dir", folder / "hidden_states", "--vocab-mapping-dir", folder / "vocab_mapping",
-              "--output-dir", folder / "output", "--epochs", 60, "--lr", 3e-3, "--max-seq-len", 512, "--ttt-steps", STEPS, "--val-ratio", 0.5,
-              "--noise-std", 0, "--batch-tokens", 512, "--num-workers", 0, "--export-dtype", "float32")
+    run_stage("03_extract", "--data-dir", responses, "--base-url", server.url, "--output-dir", states,
+              "--concurrency", 8, "--capture-dir", server.capture_dir)
+    run_stage("04_train", "--verifier-path", TINY_KIMI, "--data-dir", states, "--vocab-mapping-dir", vocabulary,
+              "--output-dir", folder / "output", "--epochs", 60, "--lr", 3e-3, "--max-seq-len", 512,
+              "--ttt-steps", STEPS, "--val-ratio", 0.5, "--noise-std", 0, "--batch-tokens", 512, "--num-workers", 0,
+              "--export-dtype", "float32")
     return folder
 
 
 @pytest.fixture(scope="module")
 def rows(run):
-    found = [json.loads(line) for part in sorted((run / "responses").glob("part-*.jsonl")) for line in part.read_text().splitlines()]
-    return {row["id"]: row for row in found}
+    return {row["id"]: row for part in part_files(run / "responses") for row in read_jsonl(part)}
 
 
 def served(server, row: dict, max_tokens: int) -> dict:
-    answer = post(f"{server.url}/generate", {"input_ids": row["prompt_ids"], "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0}})
+    sampling = {"max_new_tokens": max_tokens, "temperature": 0}
+    answer = post(f"{server.url}/generate", {"input_ids": row["prompt_ids"], "sampling_params": sampling})
     assert answer["output_ids"] == row["response_ids"][:max_tokens], "speculation changed the text"
     return {"completion_tokens": answer["meta_info"]["completion_tokens"], "spec": spec_counts(answer["meta_info"])}
 
@@ -71,44 +80,49 @@ def test_training_predicts_the_counts_of_every_validation_request(run, rows, eng
     server = engine(draft=run / "output" / "best")
     prediction = json.loads((run / "output" / "best" / "eagle3.json").read_text())["prediction"]
     assert len(prediction["samples"]) == len(SUBJECTS) // 2
-    records, beyond = [], 0
+    records = []
     for name, (verify, correct) in prediction["samples"].items():
-        records.append({"id": name, **served(server, rows[name], MAX_TOKENS)})
-        spec = records[-1]["spec"]
-        beyond += beyond_answer(records[-1])
-        assert (spec["verify_steps"], spec["correct_drafts"] - beyond_answer(records[-1])) == (verify, correct), name
-    check = prediction_check(prediction, records, {"speculative_num_steps": STEPS, "speculative_eagle_topk": 1}, 0.0)
-    assert check["served"] == pytest.approx(check["predicted"]) == pytest.approx(prediction["accept_length"]) and check["equal_answers"] == len(records)
+        record = {"id": name, **served(server, rows[name], MAX_TOKENS)}
+        spec = record["spec"]
+        assert (spec["verify_steps"], spec["correct_drafts"] - beyond_answer(record)) == (verify, correct), name
+        records.append(record)
+    chain = {"speculative_num_steps": STEPS, "speculative_eagle_topk": 1}
+    check = prediction_check(prediction, records, chain, 0.0)
+    assert check["served"] == pytest.approx(check["predicted"]) == pytest.approx(prediction["accept_length"])
+    assert check["equal_answers"] == len(records)
     assert check["as_long_answers"] == len(records)
     assert prediction["accept_length"] > 1.1, "nothing was accepted: the proof would be empty"
 
 
 def offline(run):
-    """04's draft module with the exported weights: name, tokens -> right (STEPS, rows) and the first row's position."""
-    config, target = json.loads((run / "output" / "best" / "config.json").read_text()), Target(TINY_KIMI)
-    weights = load_file(run / "output" / "best" / "model.safetensors")
+    """04's own drafter with the exported weights: (row, tokens) -> correct drafts of every verify step."""
+    config = json.loads((run / "output" / "best" / "config.json").read_text())
+    target, weights = Target(TINY_KIMI), load_file(run / "output" / "best" / "model.safetensors")
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    shape = Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"], config["intermediate_size"],
-                        config["vocab_size"], config["draft_vocab_size"], config["rms_norm_eps"], config["rope_theta"], config["max_position_embeddings"])
-    draft = Drafter(shape, torch.float32, torch.device("cpu"), target.tensor("embed").float(), target.tensor("head").float()[draft_ids], draft_ids, 1024)
+    shape = Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"],
+                  config["head_dim"], config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
+                  config["rms_norm_eps"], config["rope_theta"], config["max_position_embeddings"])
+    embed, head = target.tensor("embed").float(), target.tensor("head").float()
+    draft = Drafter(shape, torch.float32, torch.device("cpu"), embed, head[draft_ids], draft_ids, 1024)
     draft.load(weights)
 
-    def right(row: dict, max_tokens: int):
+    def accepted(row: dict, max_tokens: int) -> list[int]:
         start = len(row["prompt_ids"])
         end = start + len(row["response_ids"][:max_tokens])
-        sample = Sample(row["id"], sample_path(run / "hidden_states", row["id"]), end, start, np.ones(end - start, np.float32))
-        _, hits = ttt_pass(draft, collate([sample], STEPS, shape.hidden), [1.0] * STEPS)
-        return walk(hits.numpy(), start, end, STEPS, sample.rows(STEPS)[0])
+        path = sample_path(run / "hidden_states", row["id"])
+        sample = Sample(row["id"], path, end, start, np.ones(end - start, np.float32))
+        _, right = ttt_pass(draft, collate([sample], STEPS, shape.hidden), [1.0] * STEPS)
+        return walk(right.numpy(), start, end, STEPS, sample.rows(STEPS)[0])
 
-    return right
+    return accepted
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 17, 40, MAX_TOKENS])
 def test_accepted_drafts_of_every_verify_step(run, rows, engine, max_tokens):
     """Also where max_new_tokens cuts through a chain, and for samples the drafter was trained on."""
-    server, walk, cut, all_correct = engine(draft=run / "output" / "best"), offline(run), 0, 0
+    server, predicted, cut, all_correct = engine(draft=run / "output" / "best"), offline(run), 0, 0
     for row in list(rows.values())[:20]:
-        accepted, record = walk(row, max_tokens), served(server, row, max_tokens)
+        accepted, record = predicted(row, max_tokens), served(server, row, max_tokens)
         if min(max_tokens, len(row["response_ids"])) == 1:
             assert accepted == [] and record["spec"] is None  # no verify step, and SGLang sends no counts
             continue
@@ -117,16 +131,17 @@ def test_accepted_drafts_of_every_verify_step(run, rows, engine, max_tokens):
         wanted = np.bincount(accepted, minlength=STEPS + 1).tolist()
         histogram = record["spec"]["histogram"] + [0] * (STEPS + 1 - len(record["spec"]["histogram"]))
         assert histogram == wanted, (row["id"], accepted, record)
-        assert record["spec"]["verify_steps"] == len(accepted) and record["spec"]["correct_drafts"] == sum(accepted) and accepted[-1] <= STEPS
+        assert record["spec"]["verify_steps"] == len(accepted) and record["spec"]["correct_drafts"] == sum(accepted)
+        assert accepted[-1] <= STEPS
         cut, all_correct = cut + (beyond > 0), all_correct + sum(accepted)
     assert max_tokens < 17 or all_correct > 20
     assert max_tokens != 17 or cut, "no request was cut inside a chain: that case was not tested"
 
 
 def doctor(run, drafter, server, out) -> dict:
-    done = run_script("05_benchmark", "--base-url", server.url, "--draft-path", drafter, "--run-dir", run, "--doctor", "--concurrency", 4,
-                      "--max-tokens", MAX_TOKENS, "--output-dir", out)
-    assert done.returncode == 0, done.stderr
+    argv = ["--base-url", server.url, "--draft-path", drafter, "--run-dir", run, "--doctor", "--concurrency", 4,
+            "--max-tokens", MAX_TOKENS, "--output-dir", out]
+    assert not load_script("05_benchmark").main(list(map(str, argv)))
     return json.loads((out / "report.json").read_text())["doctor"]
 
 

@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from conftest import TINY_KIMI, load_script
+from tiny_target.architecture import build_model
+from tiny_target.facts import trim
 
 maker = load_script("make_tiny_kimi")
 
@@ -128,14 +130,25 @@ def test_transformers_loads_the_text_model(tokenizer, tmp_path):
 
 
 # ---- the maker's own parts ----
+def test_the_folder_is_what_the_maker_writes(tmp_path):
+    """All of it that does not hang on the standard library's version (tokenizer, prompts) or on a GPU (weights)."""
+    class Tokenizer:
+        save = staticmethod(lambda path, pretty: None)
+
+    maker.write_static_files(tmp_path, Tokenizer)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(written) == {path.name for path in TINY_KIMI.iterdir()} - {"model.safetensors", "tokenizer.json", "card.json"}
+    assert all((TINY_KIMI / name).read_bytes() == data for name, data in written.items())
+
+
 def test_trim_keeps_whole_paragraphs_and_sentences():
-    assert maker.trim("one\n\ntwo\n\nthree", 9) == "one\n\ntwo"
-    assert maker.trim("One is long. Two is longer.\n\nthree", 20) == "One is long."
-    assert maker.trim("abcdefghij", 4) == "abcd"
+    assert trim("one\n\ntwo\n\nthree", 9) == "one\n\ntwo"
+    assert trim("One is long. Two is longer.\n\nthree", 20) == "One is long."
+    assert trim("abcdefghij", 4) == "abcd"
 
 
 def test_packed_rows_compute_each_sample_alone():
-    model = maker.build_model("cpu", dropout=0.1).eval()
+    model = build_model("cpu", dropout=0.1).eval()
     samples = [(list(range(5, 15)), list(range(20, 40))), ([7, 8], [9, 10, 11]), (list(range(50, 80)), [3])]
     with torch.no_grad():
         packed = maker.row_loss(model, *maker.pack(samples, 48))
@@ -145,7 +158,7 @@ def test_packed_rows_compute_each_sample_alone():
 
 
 def test_dense_experts_equal_the_stock_ones():
-    moe = maker.build_model("cpu", dropout=0.0).eval().model.layers[1].mlp
+    moe = build_model("cpu", dropout=0.0).eval().model.layers[1].mlp
     x = torch.randn(1, 9, 256)
     with torch.no_grad():
         dense = moe(x)

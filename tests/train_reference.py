@@ -77,12 +77,13 @@ def random_mask(kind: str, length: int) -> np.ndarray:
     return mask
 
 
-def random_sample(length: int, mask: str, target_head: torch.Tensor, rng: np.random.Generator, dtype=torch.float32) -> dict:
+def random_sample(length: int, mask: str, target_head: torch.Tensor, rng: np.random.Generator, dtype=torch.float32,
+                  aux_states=3) -> dict:
     """Random states; the token after each is mostly what the target's head says, as of a greedy engine."""
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 31)))
     hidden = target_head.shape[1]
     last = torch.randn(length, hidden, generator=generator).to(dtype)
-    aux = torch.randn(length, 3 * hidden, generator=generator).to(dtype)
+    aux = torch.randn(length, aux_states * hidden, generator=generator).to(dtype)
     greedy = (last.to(target_head.dtype) @ target_head.t()).argmax(-1)
     ids = torch.cat([torch.randint(len(target_head), (1,), generator=generator), greedy[:-1]])
     flip = torch.rand(length, generator=generator) < 0.1

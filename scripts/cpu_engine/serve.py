@@ -1,12 +1,14 @@
 """Serve a model with the real SGLang 0.5.23 on a machine without a GPU.
 
-SGLang runs unmodified. What a CPU without AMX lacks stands in here: `sgl_kernel` (beside this file, plain torch), triton and
-torchvision (import stubs; nothing of theirs is called). Meant for small models: tests, the quickstart. Seen on 2 cores, shared with
-other work: ready in 13 s, 1 GB of memory. All of SGLang's flags are accepted; those in DEFAULTS are filled in unless given.
+SGLang runs unmodified. What a CPU without AMX lacks stands in here: `sgl_kernel` (beside this file, plain torch),
+triton and torchvision (import stubs; nothing of theirs is called). Meant for small models: tests, the quickstart.
+Seen on 2 cores, shared with other work: ready in 13 s, 1 GB of memory. All of SGLang's flags are accepted; those in
+DEFAULTS are filled in unless given.
 
     python scripts/cpu_engine/serve.py --model-path scripts/tiny_kimi --port 30000
     python scripts/cpu_engine/serve.py --model-path scripts/tiny_kimi --port 30000 --speculative-algorithm EAGLE3 \
-      --speculative-draft-model-path DRAFT --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+      --speculative-draft-model-path DRAFT --speculative-num-steps 3 --speculative-eagle-topk 1 \
+      --speculative-num-draft-tokens 4
 
 Bad input (another SGLang version, no model there, port taken, unknown flag) ends in one line and exit code 2.
 """
@@ -24,8 +26,8 @@ from pathlib import Path
 
 # sgl_kernel follows internal signatures, which change between releases: only what was tried is let in.
 SGLANG_VERSIONS = {"0.5.23"}
-# attention: the backend whose kernels sgl_kernel has. float32: on a CPU bf16 is slower, and hides errors behind rounding.
-# Radix cache, chunking and scheduling stay SGLang's own defaults.
+# attention: the backend whose kernels sgl_kernel has. float32: on a CPU bf16 is slower, and hides errors behind
+# rounding. Radix cache, chunking and scheduling stay SGLang's own defaults.
 DEFAULTS = {
     "--device": "cpu", "--dtype": "float32", "--attention-backend": "intel_amx", "--sampling-backend": "pytorch",
     "--grammar-backend": "none", "--cuda-graph-backend-decode": "disabled", "--cuda-graph-backend-prefill": "disabled",
@@ -68,22 +70,19 @@ def check_model(path, flag):
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         fail(f"{flag} {path}: no *.safetensors there.")
+    from safetensors import SafetensorError, safe_open
     for file in weights:  # SGLang would take a minute to die of a file that a full disk or a broken copy cut short
         try:
-            with open(file, "rb") as handle:
-                size = int.from_bytes(handle.read(8), "little")
-                header = json.loads(handle.read(min(size, 1 << 27)))
-            data = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-            whole = file.stat().st_size == 8 + size + data
-        except ValueError:
-            whole = False
-        if not whole:
+            with safe_open(file, "np"):
+                pass  # its header is whole, and so long is the file
+        except (OSError, SafetensorError):
             fail(f"{flag} {path}: {file.name} is damaged or incomplete.")
 
 
 def check_port(host, port):
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that only waits out an old connection is free
+        # A port that only waits out an old connection is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
@@ -91,21 +90,28 @@ def check_port(host, port):
 
 
 def stub_triton(sglang_folder):
-    """SGLang's own import stub for triton, which it installs by itself only on macOS. Loaded by path: `import sglang` needs it already."""
+    """SGLang's own import stub for triton, which it installs by itself only on macOS. Loaded by path: `import sglang`
+    needs it already.
+    """
     spec = importlib.util.spec_from_file_location("sglang_platform_stubs", sglang_folder / "_platform_stubs.py")
     stubs = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(stubs)
     sys.meta_path.insert(0, stubs._TritonFinder())
     triton = stubs._make_mock("triton")
-    triton.__version__, triton.cdiv, triton.next_power_of_2, triton.Config = "3.0.0", stubs._cdiv, stubs._next_power_of_2, stubs._Config
+    triton.__version__, triton.Config = "3.0.0", stubs._Config
+    triton.cdiv, triton.next_power_of_2 = stubs._cdiv, stubs._next_power_of_2
     triton.language = stubs._make_mock("triton.language")
-    triton.language.constexpr = type("constexpr", (), {"__init__": lambda self, value=None: setattr(self, "value", value)})
+    init = {"__init__": lambda self, value=None: setattr(self, "value", value)}
+    triton.language.constexpr = type("constexpr", (), init)
 
 
 def stub_torchvision():
-    """SGLang imports InterpolationMode and `functional` for models that are not served here. Transformers must go on believing that
-    torchvision is absent, or it would build image processors on the stub: its answer is asked for, and so cached, beforehand."""
-    sys.modules["torchvision"] = None  # hides an installed one too: the usual wheel does not load beside a CPU build of torch
+    """SGLang imports InterpolationMode and `functional` for models that are not served here. Transformers must go on
+    believing that torchvision is absent, or it would build image processors on the stub: its answer is asked for, and
+    so cached, beforehand.
+    """
+    # Hides an installed one too: the usual wheel does not load beside a CPU build of torch
+    sys.modules["torchvision"] = None
     from transformers.utils import import_utils
     for name in ("is_torchvision_available", "is_torchvision_v2_available"):
         if getattr(import_utils, name, bool)():
@@ -122,22 +128,25 @@ def stub_torchvision():
 def prepare():
     """Everything that must stand before SGLang is imported."""
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="", TORCHDYNAMO_DISABLE="1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # small products gain little from threads, and stall when cores are shared
+    # Small products gain little from threads, and stall when cores are shared
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     version, folder = sglang_version()
     if version not in SGLANG_VERSIONS:
-        fail(f"SGLang {version} at {folder}: this engine was tried with {', '.join(sorted(SGLANG_VERSIONS))} only. Install that one, or "
-             "check sgl_kernel against the new release and add it to SGLANG_VERSIONS.")
+        fail(f"SGLang {version} at {folder}: this engine was tried with {', '.join(sorted(SGLANG_VERSIONS))} only. "
+             "Install that one, or check sgl_kernel against the new release and add it to SGLANG_VERSIONS.")
     stub_triton(folder)
     stub_torchvision()
     import sgl_kernel  # noqa: F401  the stand-in; registers its operators
     from sglang.srt.runtime_context import override_platform
-    # Lets the server arguments keep attention_backend=intel_amx; cpu_has_amx_support() itself stays False, so that no AMX layer is chosen.
+    # Lets the server arguments keep attention_backend=intel_amx; cpu_has_amx_support() itself stays False, so that no
+    # AMX layer is chosen.
     override_platform(has_amx=True).install()
 
 
 def fork_instead_of_spawn():
-    """SGLang's scheduler and detokenizer begin as copies of this process. Spawned, as SGLang wants it for CUDA's sake, each of them
-    would import everything anew: 12 more seconds of processor time, 1 GB more of memory."""
+    """SGLang's scheduler and detokenizer begin as copies of this process. Spawned, as SGLang wants it for CUDA's
+    sake, each of them would import everything anew: 12 more seconds of processor time, 1 GB more of memory.
+    """
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force=True)
 
@@ -162,7 +171,8 @@ def main(argv):
         if flag not in given:
             argv = argv + ([flag] if value is True else [flag, value])
     prepare()
-    argparse.ArgumentParser.error = lambda parser, message: fail(f"{message}. `python -m sglang.launch_server --help` lists the flags.")
+    argparse.ArgumentParser.error = lambda parser, message: fail(
+        f"{message}. `python -m sglang.launch_server --help` lists the flags.")
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

@@ -250,8 +250,9 @@ def check_final_state(facts: Facts) -> Found:
 
 
 def check_weights(facts: Facts) -> Found:
-    from eagle3.drafter import EXPORTED  # here: it imports torch
-    missing, unknown = sorted(EXPORTED - set(facts.shapes)), sorted(set(facts.shapes) - EXPORTED - HARMLESS)
+    from eagle3.drafter import exported_names, read_shape  # here: it imports torch
+    wanted = exported_names(read_shape(facts.config))
+    missing, unknown = sorted(wanted - set(facts.shapes)), sorted(set(facts.shapes) - wanted - HARMLESS)
     if missing or unknown:
         return (f"missing {missing}, unknown {unknown}: SGLang drops unknown names and leaves missing weights as they "
                 "come, in silence.", "Export again.")

@@ -13,15 +13,7 @@ import torch
 
 from eagle3.stage import UserError
 
-ATTENTION, MLP = "midlayer.self_attn.", "midlayer.mlp."
-# Ours: SGLang's
-NORMS = {"input_norm": "midlayer.input_layernorm.weight", "hidden_norm": "midlayer.hidden_norm.weight",
-         "post_norm": "midlayer.post_attention_layernorm.weight", "norm": "norm.weight"}
 IN_EVERY_LAYER = ("down", "gate_up", "o", "q_hidden", "kv_hidden", "hidden_norm", "post_norm")
-# Every tensor of an exported drafter: SGLang drops unknown names in silence and leaves missing ones uninitialised
-EXPORTED = {"fc.weight", "lm_head.weight", "d2t", *NORMS.values(),
-            *(f"{ATTENTION}{part}_proj.weight" for part in "qkvo"),
-            *(f"{MLP}{part}_proj.weight" for part in ("gate", "up", "down"))}
 
 
 @dataclass(frozen=True)
@@ -169,31 +161,46 @@ class Drafter:
 
     def export(self, source: NamedTensors, dtype) -> dict[str, torch.Tensor]:
         """The tensors of SGLang's LlamaForCausalLMEagle3 by its names, on the CPU."""
-        keys = self.shape.key_columns
-        # The input of q, k and v is [embedding, hidden]
-        q, kv = (torch.cat([source[f"{part}_embed"], source[f"{part}_hidden"]], 1) for part in ("q", "kv"))
-        gate, up = source["gate_up"].chunk(2)
-        named = {"fc.weight": source["fc"], "lm_head.weight": source["lm_head"], f"{ATTENTION}q_proj.weight": q,
-                 f"{ATTENTION}k_proj.weight": kv[:keys], f"{ATTENTION}v_proj.weight": kv[keys:],
-                 f"{ATTENTION}o_proj.weight": source["o"], f"{MLP}gate_proj.weight": gate, f"{MLP}up_proj.weight": up,
-                 f"{MLP}down_proj.weight": source["down"]} | {theirs: source[ours] for ours, theirs in NORMS.items()}
+        named, keys = {"lm_head.weight": source["lm_head"], "norm.weight": source["norm"]}, self.shape.key_columns
+        named["fc.weight"] = source["fc"]
+        if self.shape.aux_norm:
+            names = aux_norm_names(self.shape)
+            named |= zip(names, source["aux_norm"].chunk(len(names)))
+        for prefix, w in zip(layer_prefixes(self.shape), layer_weights(self.shape, source.views)):
+            # The input of the first layer's q, k and v is [embedding, hidden]
+            q, kv = (torch.cat([w[f"{part}_embed"], w[f"{part}_hidden"]], 1) if f"{part}_embed" in w else w[f"{part}_hidden"]
+                     for part in ("q", "kv"))
+            gate, up = w["gate_up"].chunk(2)
+            parts = {"self_attn.q_proj": q, "self_attn.k_proj": kv[:keys], "self_attn.v_proj": kv[keys:],
+                     "self_attn.o_proj": w["o"], "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": w["down"],
+                     "hidden_norm": w["hidden_norm"], "post_attention_layernorm": w["post_norm"]}
+            parts |= {"input_layernorm": w["input_norm"]} if "input_norm" in w else {}
+            named |= {f"{prefix}{part}.weight": tensor for part, tensor in parts.items()}
         named = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in named.items()}
         named["d2t"] = (self.draft_ids - torch.arange(len(self.draft_ids), device=self.draft_ids.device)).cpu()
-        assert set(named) == EXPORTED
+        assert set(named) == exported_names(self.shape)
         return named
 
     def load(self, named: dict[str, torch.Tensor]) -> None:
         """The inverse of `export`. Raises UserError when names or sizes differ."""
-        if set(named) != EXPORTED:
-            raise UserError(f"the drafter has tensors {sorted(named)}, expected {sorted(EXPORTED)}.")
-        q_embed, q_hidden = named[f"{ATTENTION}q_proj.weight"].chunk(2, 1)
-        kv = torch.cat([named[f"{ATTENTION}k_proj.weight"], named[f"{ATTENTION}v_proj.weight"]])
-        kv_embed, kv_hidden = kv.chunk(2, 1)
-        new = {"lm_head": named["lm_head.weight"], "fc": named["fc.weight"], "o": named[f"{ATTENTION}o_proj.weight"],
-               "down": named[f"{MLP}down_proj.weight"], "q_embed": q_embed, "q_hidden": q_hidden,
-               "kv_embed": kv_embed, "kv_hidden": kv_hidden,
-               "gate_up": torch.cat([named[f"{MLP}gate_proj.weight"], named[f"{MLP}up_proj.weight"]]),
-               **{ours: named[theirs] for ours, theirs in NORMS.items()}}
+        wanted = exported_names(self.shape)
+        if set(named) != wanted:
+            raise UserError(f"the drafter has tensors {sorted(named)}, expected {sorted(wanted)}.")
+        new = {"lm_head": named["lm_head.weight"], "norm": named["norm.weight"], "fc": named["fc.weight"]}
+        if self.shape.aux_norm:
+            new["aux_norm"] = torch.cat([named[name] for name in aux_norm_names(self.shape)])
+        for layer, prefix in enumerate(layer_prefixes(self.shape)):
+            suffix = f".{layer}" if layer else ""
+            part = {name.removeprefix(prefix).removesuffix(".weight"): tensor for name, tensor in named.items()
+                    if name.startswith(prefix)}
+            q, kv = part["self_attn.q_proj"], torch.cat([part["self_attn.k_proj"], part["self_attn.v_proj"]])
+            if not layer:
+                (new["q_embed"], q), (new["kv_embed"], kv) = q.chunk(2, 1), kv.chunk(2, 1)
+                new["input_norm"] = part["input_layernorm"]
+            found = {"q_hidden": q, "kv_hidden": kv, "o": part["self_attn.o_proj"], "down": part["mlp.down_proj"],
+                     "gate_up": torch.cat([part["mlp.gate_proj"], part["mlp.up_proj"]]),
+                     "hidden_norm": part["hidden_norm"], "post_norm": part["post_attention_layernorm"]}
+            new |= {f"{name}{suffix}": tensor for name, tensor in found.items()}
         for name, view in self.master.views.items():
             if new[name].shape != view.shape:
                 raise UserError(f"the drafter's {name} has shape {tuple(new[name].shape)}, "
@@ -204,11 +211,35 @@ class Drafter:
         self.refresh()
 
 
-def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict:
-    """config.json for SGLang's LlamaForCausalLMEagle3. `eagle_config` is the only place where it looks for the layer
-    ids.
+# ---- how SGLang sees it ----
+def layer_prefixes(shape: Shape) -> list[str]:
+    """Of the tensors of each layer. SGLang reads `midlayer` as layers.0."""
+    return ["midlayer.", *(f"layers.{layer}." for layer in range(1, shape.layers))]
+
+
+def aux_norm_names(shape: Shape) -> list[str]:
+    if shape.aux_norm == "each":
+        return [f"fc_norm.{i}.weight" for i in range(shape.aux_states)]
+    return ["input_norm.weight"]
+
+
+def exported_names(shape: Shape) -> set[str]:
+    """Every tensor of an exported drafter: SGLang drops unknown names in silence and leaves missing ones
+    uninitialised.
     """
-    return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+    parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+             "hidden_norm", "post_attention_layernorm"]
+    names = {f"{prefix}{part}.weight" for prefix in layer_prefixes(shape) for part in parts}
+    names |= {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.input_layernorm.weight"}
+    return names | set(aux_norm_names(shape)) if shape.aux_norm else names
+
+
+def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict:
+    """config.json for SGLang's LlamaForCausalLMEagle3. `eagle_config` is the only place where it looks for the layer ids,
+    and for `norm_before_fc`; `fc_norm` and `norm_output` it reads from the top.
+    """
+    return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
+            "num_hidden_layers": shape.layers,
             "hidden_act": "silu", "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
             "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
             "vocab_size": shape.vocab,
@@ -216,4 +247,38 @@ def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict
             "rms_norm_eps": shape.rms_norm_eps, "rope_theta": shape.rope_theta, "tie_word_embeddings": False,
             "attention_bias": False, "torch_dtype": dtype, "bos_token_id": target.get("bos_token_id"),
             "eos_token_id": target.get("eos_token_id"),
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
+            **({"fc_norm": True} if shape.aux_norm == "each" else {}),
+            **({"norm_output": True} if shape.norm_output else {}),
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True,
+                             **({"norm_before_fc": True} if shape.aux_norm == "all" else {})}}
+
+
+def kind_of(config: dict) -> dict:
+    """04's flags for the kind of drafter that a config.json describes."""
+    eagle = config.get("eagle_config") or {}
+    before = eagle.get("norm_before_fc", config.get("norm_before_fc", False))
+    return {"draft_layers": config.get("num_hidden_layers", 1), "fc_norm": bool(config.get("fc_norm")),
+            "norm_before_fc": bool(before), "norm_output": bool(config.get("norm_output"))}
+
+
+def aux_norm_of(kind) -> str:
+    """Shape.aux_norm from those flags (a dict)."""
+    return "each" if kind["fc_norm"] else "all" if kind["norm_before_fc"] else ""
+
+
+def read_shape(config: dict) -> Shape:
+    """The Shape that `draft_config` wrote down."""
+    kind, ids = kind_of(config), (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"],
+                 config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"], config["rms_norm_eps"],
+                 config["rope_theta"], config["max_position_embeddings"], kind["draft_layers"], len(ids or range(3)),
+                 aux_norm_of(kind), kind["norm_output"])
+
+
+def served_from(shape: Shape) -> str:
+    """The first SGLang release whose LlamaForCausalLMEagle3 computes what this drafter was trained as (read in their
+    wheels); older ones ignore its keys in silence.
+    """
+    if shape.aux_norm == "all":
+        return "0.5.17"
+    return "0.5.12" if shape.aux_norm or shape.norm_output or shape.layers > 1 or shape.aux_states != 3 else "0.5.10"

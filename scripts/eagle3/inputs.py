@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from eagle3.drafter import Shape, draft_config
+from eagle3.drafter import Shape, aux_norm_of, draft_config, served_from
 from eagle3.journal import read_facts
 from eagle3.stage import SCHEMA, UserError, read_json, read_manifest, sha256_file
 from eagle3.states import layer_list
-from eagle3.target import Target, layer_ids
+from eagle3.target import Target, layer_ids, version_numbers
 from eagle3.vocabulary import read_mapping
 
 
@@ -41,7 +41,7 @@ class Inputs:
         captured_by = self.facts["sglang_version"]
         return {"schema": SCHEMA, "step": step, "prediction": prediction, "capture_layers": self.layers,
                 "target": self.facts["target"], "sglang_version": captured_by,
-                "serve_sglang_version": args.serve_sglang_version or captured_by,
+                "serve_sglang_version": args.serve_sglang_version or captured_by, "served_from": served_from(self.shape),
                 "hidden_states_manifest": self.hashes.get("hidden_states"),
                 "vocab_mapping_manifest": self.hashes["vocab_mapping"], "hidden_size": self.shape.hidden,
                 "draft_vocab_size": self.shape.draft_vocab, "max_seq_len": args.max_seq_len,
@@ -49,10 +49,10 @@ class Inputs:
                 "d2t_sha256": hashlib.sha256(offsets.numpy().tobytes()).hexdigest()}
 
 
-def draft_shape(args, target: dict, draft_vocab: int) -> Shape:
+def draft_shape(args, target: dict, draft_vocab: int, aux_states: int = 3) -> Shape:
     """The drafter's sizes: flags, else those of --finetune-from, else the target's. Raises UserError.
 
-    target: its text config.
+    target: its text config; aux_states: how many layers were captured.
     """
     old = read_json(args.finetune_from / "config.json") if args.finetune_from else {}
     heads = args.num_heads or old.get("num_attention_heads") or target["num_attention_heads"]
@@ -67,7 +67,8 @@ def draft_shape(args, target: dict, draft_vocab: int) -> Shape:
         vocab=target["vocab_size"], draft_vocab=draft_vocab,
         rms_norm_eps=old.get("rms_norm_eps") or target.get("rms_norm_eps", 1e-5),
         rope_theta=float(args.rope_theta or old.get("rope_theta") or theta),
-        max_positions=positions or target["max_position_embeddings"])
+        max_positions=positions or target["max_position_embeddings"], layers=args.draft_layers, aux_states=aux_states,
+        aux_norm=aux_norm_of(vars(args)), norm_output=args.norm_output)
     if shape.heads % shape.kv_heads or shape.head_dim % 2:
         raise UserError(f"{shape.heads} heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}: kv heads must "
                         "divide the heads, head_dim must be even.")
@@ -86,8 +87,15 @@ def read_inputs(args, say) -> Inputs:
         raise UserError(f"{args.data_dir}: states of hidden size {facts['hidden_size']}, the target at "
                         f"{args.verifier_path} has {target.config['hidden_size']}.")
     draft_ids = torch.from_numpy(read_mapping(args.vocab_mapping_dir, target.config["vocab_size"]))
-    layers, shape = layer_list(facts), draft_shape(args, target.config, len(draft_ids))
-    ids = layer_ids(layers, args.serve_sglang_version or facts["sglang_version"])
+    layers = layer_list(facts)
+    shape = draft_shape(args, target.config, len(draft_ids), len(layers))
+    version = args.serve_sglang_version or facts["sglang_version"]
+    ids = layer_ids(layers, version)
+    if version_numbers(version) < version_numbers(served_from(shape)):
+        raise UserError(f"SGLang {version} does not serve a drafter of this kind ({len(layers)} aux states, "
+                        f"{shape.layers} layers, norms {shape.aux_norm or 'none'} / output {shape.norm_output}): it would "
+                        f"ignore the difference in silence. {served_from(shape)} does: name the server's with "
+                        "--serve-sglang-version, or leave out --fc-norm, --norm-before-fc, --norm-output, --draft-layers.")
     source = {"plan": "plan.jsonl"} if args.follow else {"hidden_states": "manifest.json"}
     hashes = {**{name: sha256_file(args.data_dir / file) for name, file in source.items()},
               "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),

@@ -101,6 +101,22 @@ def adamw_(master, weights, grads, first, second, clip, lr, betas, eps, decay, c
                                                     *betas, eps, decay, *corrections, BLOCK=2048, num_warps=8)
 
 
+def nesterov_(momentum, gradient, clip, decay: float):
+    """Muon's momentum (see optimizers.nesterov_), over contiguous tensors of one shape."""
+    out = torch.empty_like(gradient)
+    grid = (triton.cdiv(momentum.numel(), 2048),)
+    nesterov_kernel[grid](momentum, gradient, out, clip, momentum.numel(), decay, BLOCK=2048, num_warps=8)
+    return out
+
+
+def apply_(master, weight, update, lr: float, keep: float) -> None:
+    """Muon's step (see optimizers.apply_). master, weight, update (m, n): rows of each may lie apart."""
+    rows, width = master.shape
+    grid = (rows, triton.cdiv(width, 2048))
+    apply_kernel[grid](master, weight, update, width, master.stride(0), weight.stride(0), update.stride(0), lr, keep,
+                       BLOCK=2048, num_warps=4)
+
+
 # ---- the kernels ----
 @triton.jit
 def rms_norm_kernel(x_ptr, w_ptr, y_ptr, scale_ptr, H, eps, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
@@ -316,3 +332,25 @@ def adamw_kernel(master_ptr, weight_ptr, grad_ptr, first_ptr, second_ptr, clip_p
     tl.store(second_ptr + at, second, inside)
     tl.store(master_ptr + at, master, inside)
     tl.store(weight_ptr + at, master, inside)
+
+
+@triton.jit
+def nesterov_kernel(momentum_ptr, grad_ptr, out_ptr, clip_ptr, n, decay, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    grad = tl.load(grad_ptr + at, inside, 0.0).to(tl.float32) * tl.load(clip_ptr)
+    momentum = tl.load(momentum_ptr + at, inside, 0.0)
+    momentum += (grad - momentum) * (1 - decay)
+    tl.store(momentum_ptr + at, momentum, inside)
+    tl.store(out_ptr + at, grad + (momentum - grad) * decay, inside)
+
+
+@triton.jit
+def apply_kernel(master_ptr, weight_ptr, update_ptr, width, master_stride, weight_stride, update_stride, lr, keep,
+                 BLOCK: tl.constexpr):
+    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < width
+    master = tl.load(master_ptr + row * master_stride + cols, inside, 0.0) * keep
+    master -= tl.load(update_ptr + row * update_stride + cols, inside, 0.0).to(tl.float32) * lr
+    tl.store(master_ptr + row * master_stride + cols, master, inside)
+    tl.store(weight_ptr + row * weight_stride + cols, master, inside)

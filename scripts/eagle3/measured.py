@@ -49,7 +49,8 @@ class Measured:
             elif kind == "server":
                 self.servers[row["variant"]] = row["info"]
             else:
-                self.probes[row.pop("key")] = {"kind": kind, **row}
+                key = row.pop("key")
+                self.probes[key] = {"kind": kind, **row}
         return good
 
     def _append(self, rows: list[dict]) -> None:

@@ -1,4 +1,7 @@
-"""Gradients as the passes add them up, and the optimizer that turns them into new weights."""
+"""Gradients as the passes add them up, and the optimizers that turn them into new weights: AdamW, and Muon for matrices.
+
+Shapes: a matrix (m, n) with m <= n, transposed where it is taller than wide.
+"""
 from __future__ import annotations
 
 import functools
@@ -6,9 +9,18 @@ import functools
 import torch
 import torch.distributed as dist
 
-from eagle3.drafter import NamedTensors
+from eagle3.drafter import NamedTensors, layer_weights
 
 EPSILON = 1e-8  # AdamW's
+MOMENTUM = 0.95  # Muon's
+# Odd quintics a x + b x^3 + c x^5, one an iteration, that together bring [0.01, 1] into [0.73, 1.27]: the greedy minimax
+# composition of Polar Express (arXiv 2505.16932, algorithm 1, started at 0.01). Five of Muon's first ones bring [0.003, 1]
+# into [0.68, 1.20].
+QUINTICS = ((8.093368512548258, -23.62043032882428, 17.446151749836254),
+            (3.636585554259042, -2.7219267466089088, 0.5365462883273615),
+            (2.6612999857771005, -1.9771545218846251, 0.4526164069964009))
+BLOCKS = 8  # of rows in a symmetric product: 9/16 of its arithmetic
+LARGE = 2048  # rows from which that is faster
 
 
 @functools.cache
@@ -23,14 +35,17 @@ def triton_runs() -> bool:
     return True
 
 
+def on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype != torch.float64 and triton_runs()
+
+
 class Gradients(NamedTensors):
-    """The weights' gradients, added up in place over TTT steps and micro-batches; each is all-reduced once it is
-    complete.
-    """
+    """The weights' gradients, added up in place over TTT steps and micro-batches; all-reduced as soon as complete."""
 
     def begin(self, first: bool, last: bool) -> None:
-        """Start a micro-batch. first: of its optimizer step (what lies in the buffer is old); last: all-reduce what
-        gets done.
+        """Start a micro-batch.
+
+        first: of its optimizer step (what lies in the buffer is old); last: all-reduce what gets done.
         """
         if first:
             self.stale, self.waiting = set(self.views), []
@@ -64,6 +79,7 @@ class Gradients(NamedTensors):
             work.wait()
 
 
+# ---- AdamW ----
 @torch.no_grad()
 def adamw_(master, weights, grads, first, second, clip, lr: float, step: int, betas: tuple[float, float],
            decay: float) -> None:
@@ -72,7 +88,7 @@ def adamw_(master, weights, grads, first, second, clip, lr: float, step: int, be
     clip: device scalar that scales the gradient; step counts from 1.
     """
     corrections = tuple(1 - beta ** step for beta in betas)
-    if master.is_cuda and master.dtype != torch.float64 and triton_runs():
+    if on_gpu(master):
         from eagle3 import kernels
         kernels.adamw_(master, weights, grads, first, second, clip, lr, betas, EPSILON, decay, corrections)
         return
@@ -83,3 +99,156 @@ def adamw_(master, weights, grads, first, second, clip, lr: float, step: int, be
     master.mul_(1 - lr * decay).addcdiv_(first / corrections[0], denominator, value=-lr)
     if weights is not master:
         weights.copy_(master)
+
+
+class AdamW:
+    """AdamW for all weights of a drafter (one launch over its flat buffer), or for those in `names`."""
+
+    def __init__(self, draft, betas: tuple[float, float], decay: float, names: list[str] | None = None):
+        self.draft, self.betas, self.decay, self.names = draft, betas, decay, names
+        shapes = {name: view.shape for name, view in draft.master.views.items() if names is None or name in names}
+        flat = draft.master.flat
+        self.first, self.second = (NamedTensors(shapes, flat.dtype, flat.device) for _ in range(2))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"first": self.first.flat, "second": self.second.flat}
+
+    def update(self, grads: Gradients, clip: torch.Tensor, lr: float, step: int) -> None:
+        draft = self.draft
+        parts = [None] if self.names is None else self.names
+        for name in parts:
+            tensors = [held.flat if name is None else held[name].view(-1)
+                       for held in (draft.master, draft.weights, grads, self.first, self.second)]
+            adamw_(*tensors, clip, lr, step, self.betas, self.decay)
+
+
+# ---- Muon ----
+def symmetric_product(a, b):
+    """a @ b, which is known to be symmetric, (m, k) @ (k, m). Of large ones only the lower blocks are multiplied."""
+    m = len(a)
+    if m < LARGE:
+        return a @ b
+    out, edges = a.new_empty(m, m), [m * i // BLOCKS for i in range(BLOCKS + 1)]
+    for start, end in zip(edges, edges[1:]):
+        torch.mm(a[start:end], b[:, :end], out=out[start:end, :end])
+        out[:start, start:end] = out[start:end, :start].t()
+    return out
+
+
+def orthogonal_factor(gradient: torch.Tensor) -> torch.Tensor:
+    """The matrix nearest to `gradient` (m, n) whose singular values are near 1: U V^T of its SVD, by Newton-Schulz.
+
+    The quintics are applied to the Gram matrix A = X X^T, which is m x m: with P = a + b A + c A^2, X' = P X and
+    A' = P A P, so X is multiplied once, at the end, by the product Q of all P. All of them are polynomials of the first
+    A, so they commute and their products are symmetric, half of which need not be computed: 3 m^2 n + 9 m^3
+    multiplications for three iterations, where five of Muon's take 20 m^2 n + 10 m^3. X is scaled by the root of A's
+    Frobenius norm, the least bound on the largest singular value to be had here: the others begin nearer to 1. Gram
+    matrices are float16 on a GPU: small singular values lie in the bits that bfloat16 lacks.
+    """
+    x = gradient if gradient.shape[0] <= gradient.shape[1] else gradient.t()
+    x = x * (len(x) ** 0.5 / x.norm().clamp_min(1e-30))  # rows of length 1, on average: float16 holds them
+    if x.is_cuda:
+        x = x.to(torch.float16)
+    gram, product = symmetric_product(x, x.t()), None
+    wide = torch.float64 if gram.dtype == torch.float64 else torch.float32
+    size = torch.linalg.vector_norm(gram, dtype=wide).clamp_min(1e-30)
+    gram = gram / size
+    for i, (a, b, c) in enumerate(QUINTICS):
+        factor = symmetric_product(gram, gram).mul_(c).add_(gram, alpha=b)
+        factor.diagonal().add_(a)
+        if i + 1 < len(QUINTICS):
+            gram = symmetric_product(symmetric_product(factor, gram), factor)
+        product = factor if product is None else symmetric_product(factor, product)
+    x = (product @ x).div_(size.sqrt())
+    return x if gradient.shape[0] <= gradient.shape[1] else x.t()
+
+
+@torch.no_grad()
+def nesterov_(momentum, gradient, clip) -> torch.Tensor:
+    """Moves `momentum` towards gradient * clip and returns the Nesterov mean of the two, in the gradient's dtype."""
+    if on_gpu(momentum):
+        from eagle3 import kernels
+        return kernels.nesterov_(momentum, gradient, clip, MOMENTUM)
+    wide = gradient.to(momentum.dtype) * clip
+    momentum.lerp_(wide, 1 - MOMENTUM)
+    return wide.lerp_(momentum, MOMENTUM).to(gradient.dtype)
+
+
+def muon_matrices(shape, tensors) -> dict[str, list]:
+    """The matrices that Muon turns, as SGLang has them: {name: views side by side that make it up}.
+
+    tensors: by our names. q, k and v are [embedding half, hidden half]; keys and values, gate and up are matrices each.
+    """
+    keys, found = shape.key_columns, {"fc": [tensors["fc"]]}
+    for layer, w in enumerate(layer_weights(shape, tensors)):
+        both = [w[name] for name in ("kv_embed", "kv_hidden") if name in w]
+        gate, up = w["gate_up"].chunk(2)
+        parts = {"q": [w[name] for name in ("q_embed", "q_hidden") if name in w], "k": [half[:keys] for half in both],
+                 "v": [half[keys:] for half in both], "o": [w["o"]], "gate": [gate], "up": [up], "down": [w["down"]]}
+        found |= {f"{name}.{layer}": views for name, views in parts.items()}
+    return found
+
+
+def shared_out(matrices: dict[str, list], world: int) -> dict[str, int]:
+    """{matrix: the rank that turns it}, the heaviest first, each to the rank that has least to do."""
+    def work(views):
+        m, n = sorted((len(views[0]), sum(view.shape[1] for view in views)))
+        return 3 * m * m * n + 9 * m ** 3
+
+    load, owner = [0] * world, {}
+    for name in sorted(matrices, key=lambda name: -work(matrices[name])):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += work(matrices[name])
+    return owner
+
+
+class Muon:
+    """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) for the matrices, AdamW for lm_head and the norms.
+
+    The update is the orthogonal factor of the Nesterov momentum, times 0.2 sqrt(max(m, n)): the size of AdamW's, so that
+    one learning rate serves both (Moonlight, arXiv 2502.16982). Several ranks share the matrices and send each other
+    the results.
+    """
+
+    def __init__(self, draft, betas: tuple[float, float], decay: float):
+        self.draft, self.decay, master = draft, decay, draft.master
+        rest = [name for name, view in master.views.items() if view.dim() == 1 or name == "lm_head"]
+        self.rest = AdamW(draft, betas, decay, rest)
+        shapes = {name: view.shape for name, view in master.views.items() if name not in rest}
+        self.momentum = NamedTensors(shapes, master.flat.dtype, master.flat.device)
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.masters = muon_matrices(draft.shape, master.views)
+        self.weights = muon_matrices(draft.shape, draft.weights.views)
+        self.owner = shared_out(self.masters, self.world)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"momentum": self.momentum.flat, **self.rest.state()}
+
+    @torch.no_grad()
+    def update(self, grads: Gradients, clip: torch.Tensor, lr: float, step: int) -> None:
+        self.rest.update(grads, clip, lr, step)
+        directions = {name: nesterov_(momentum, grads[name], clip) for name, momentum in self.momentum.views.items()}
+        directions, turned = muon_matrices(self.draft.shape, directions), {}
+        for name, views in directions.items():
+            if self.owner[name] == self.rank:
+                whole = views[0] if len(views) == 1 else torch.cat(views, 1)
+                turned[name] = orthogonal_factor(whole).to(grads.flat.dtype).contiguous()
+        for name, masters in self.masters.items():
+            size = len(masters[0]), sum(view.shape[1] for view in masters)
+            update = turned.pop(name) if name in turned else grads.flat.new_empty(size)
+            if self.world > 1:
+                dist.broadcast(update, self.owner[name])
+            parts = update.split([view.shape[1] for view in masters], 1)
+            for master, weight, part in zip(masters, self.weights[name], parts):
+                apply_(master, weight, part, lr * 0.2 * max(size) ** 0.5, 1 - lr * self.decay)
+
+
+def apply_(master, weight, update, lr: float, keep: float) -> None:
+    """master = keep * master - lr * update, and weight its rounding; update (m, n), its rows may lie apart."""
+    if on_gpu(master):
+        from eagle3 import kernels
+        kernels.apply_(master, weight, update, lr, keep)
+        return
+    master.mul_(keep).add_(update, alpha=-lr)
+    if weight is not master:
+        weight.copy_(master)

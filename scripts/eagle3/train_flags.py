@@ -5,6 +5,7 @@ import argparse
 import math
 from pathlib import Path
 
+from eagle3 import recipe
 from eagle3.stage import UserError
 
 
@@ -49,6 +50,7 @@ def add_schedule_flags(add) -> None:
     add("--min-lr-ratio", type=float, default=0.0, metavar="F", help="cosine, linear and wsd end at this times --lr")
     add("--decay-ratio", type=float, default=0.2, metavar="F", help="share of all steps in which wsd goes down")
     add("--warmup-ratio", type=float, default=0.01)
+    add("--optimizer", choices=("adamw", "muon"), help="muon: for the matrices; AdamW for lm_head and the norms")
     add("--weight-decay", type=float, default=0.0)
     add("--beta1", type=float, default=0.9)
     add("--beta2", type=float, default=0.95)
@@ -78,13 +80,18 @@ def add_drafter_flags(add) -> None:
     add("--intermediate-size", type=int, help="default: the target's")
     add("--rope-theta", type=float, help="default: the target's")
     add("--max-position-embeddings", type=int, help="at least the served context (default: the target's)")
+    add("--draft-layers", type=int, help="1 or 2; a second layer needs SGLang 0.5.12 to serve")
+    add("--fc-norm", action=argparse.BooleanOptionalAction, help="norm each aux state before fc (SGLang >= 0.5.12)")
+    add("--norm-before-fc", action=argparse.BooleanOptionalAction, help="norm them together (SGLang >= 0.5.17)")
+    add("--norm-output", action=argparse.BooleanOptionalAction,
+        help="a draft step is fed the normed hidden state of the step before (SGLang >= 0.5.12)")
     add("--serve-sglang-version", help="that of the server: decides the layer ids (default: the one that captured)")
 
 
 LIMITS = (  # what, whether a value fits, the flags it is said of
     ("at least 1", lambda x: x >= 1,
      "epochs max-steps max-seq-len batch-tokens grad-accum ttt-steps num-draft-steps log-every keep-checkpoints "
-     "num-heads num-kv-heads head-dim intermediate-size max-position-embeddings"),
+     "num-heads num-kv-heads head-dim intermediate-size max-position-embeddings draft-layers"),
     ("at least 0", lambda x: 0 <= x < math.inf,
      "lr weight-decay step-decay noise-std num-workers save-every eval-every"),
     ("above 0", lambda x: 0 < x < math.inf, "max-grad-norm rope-theta"),
@@ -116,6 +123,7 @@ def check_args(args) -> None:
             value = getattr(args, flag.replace("-", "_"))
             if value is not None and not fits(value):
                 raise UserError(f"--{flag} {value} cannot be: it must be {limits}.")
+    recipe.fill(args)
     args.num_draft_steps = args.num_draft_steps or args.ttt_steps
     args.batch_tokens = max(args.batch_tokens, args.max_seq_len)
     if args.follow and (args.epochs != 1 or args.max_steps or not 0 < args.release_share <= 1):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from eagle3 import fused, ttt
 from eagle3.drafter import Drafter, NamedTensors
-from eagle3.optimizers import Gradients, adamw_
+from eagle3.optimizers import AdamW, Gradients, Muon
 from eagle3.stage import UserError, log
 
 
@@ -93,15 +93,17 @@ def average_decay(decay: float, step: int) -> float:
 
 
 class Trainer:
-    """A drafter with its gradients and AdamW's state. One `update` is one optimizer step."""
+    """A drafter with its gradients and optimizer. One `update` is one optimizer step."""
 
     def __init__(self, draft: Drafter, args):
-        """args: ema, loss, step_weights or step_decay and ttt_steps, max_grad_norm, beta1, beta2, weight_decay."""
+        """args: optimizer, beta1, beta2, weight_decay, max_grad_norm, ema, loss, step_weights or step_decay and
+        ttt_steps.
+        """
         self.draft, self.args, self.step = draft, args, 0
         master, weights = draft.master.flat, draft.shape.weights()
         self.ttt = choose_pass(draft)
         self.grads = Gradients(weights, draft.dtype, master.device)
-        self.first, self.second = torch.zeros_like(master), torch.zeros_like(master)
+        self.optimizer = {"adamw": AdamW, "muon": Muon}[args.optimizer](draft, (args.beta1, args.beta2), args.weight_decay)
         self.average = NamedTensors(weights, master.dtype, master.device) if args.ema else draft.master
         self.average.flat.copy_(master)
         self.grad_norm = master.new_zeros(())  # of the last step, before clipping; on the device
@@ -110,7 +112,7 @@ class Trainer:
         """What a checkpoint holds: all of the state besides the step; random numbers depend on seed, epoch and batch
         alone.
         """
-        kept = {"master": self.draft.master.flat, "first": self.first, "second": self.second}
+        kept = {"master": self.draft.master.flat, **self.optimizer.state()}
         return kept | ({"average": self.average.flat} if self.args.ema else {})
 
     def update(self, batches, turns: int, counts, lr: float) -> torch.Tensor:
@@ -133,8 +135,7 @@ class Trainer:
         self.grad_norm = torch.linalg.vector_norm(grads.flat, dtype=master.dtype)
         clip = (args.max_grad_norm / (self.grad_norm + 1e-6)).clamp_(max=1)  # stays on the device
         self.step += 1
-        adamw_(master, draft.weights.flat, grads.flat, self.first, self.second, clip, lr, self.step,
-               (args.beta1, args.beta2), args.weight_decay)
+        self.optimizer.update(grads, clip, lr, self.step)
         if args.ema:
             self.average.flat.lerp_(master, 1 - average_decay(args.ema, self.step))
         return sums

@@ -1,8 +1,9 @@
 """Plain-torch stand-in for the compiled `sgl_kernel` that SGLang 0.5.23 imports on a CPU.
 
-Only the kernels that a DeepSeek-V3-style or Llama target and an EAGLE3 draft reach; page size 1, no FP8 cache. Everything else
-of the engine (scheduler, model code, EAGLE worker, HTTP) stays SGLang's own. SGLang calls each function with exactly the
-arguments named here and, unless "returns" is said, expects the result in the tensors marked `out`. Arithmetic is float32.
+Only the kernels that a DeepSeek-V3-style or Llama target and an EAGLE3 draft reach; page size 1, no FP8 cache.
+Everything else of the engine (scheduler, model code, EAGLE worker, HTTP) stays SGLang's own. SGLang calls each
+function with exactly the arguments named here and, unless "returns" is said, expects the result in the tensors marked
+`out`. Arithmetic is float32.
 
 B requests, N tokens of all requests, n tokens of one, L keys of one, H query heads, Hk key/value heads, D head size.
 `req_to_token` [requests, positions] int32: the KV-cache slot of each position of each request.
@@ -14,7 +15,10 @@ import torch
 
 # ---- attention: sglang/srt/layers/attention/intel_amx_backend.py ----
 def attend(q, k, v, scale, visible):
-    """Softmax attention in float32. q [B, n, H, D], k [B, L, Hk, D], v [B, L, Hk, Dv], visible [B, n, L] bool -> [B, n, H, Dv]."""
+    """Softmax attention in float32.
+
+    q [B, n, H, D], k [B, L, Hk, D], v [B, L, Hk, Dv], visible [B, n, L] bool -> [B, n, H, Dv].
+    """
     B, n, H, D = q.shape
     Hk, Dv = k.shape[2], v.shape[3]
     # The H / Hk query heads that share a key head become extra rows of one product.
@@ -29,7 +33,8 @@ def attend(q, k, v, scale, visible):
 def slots_of(req_to_token, requests, lens):
     """KV-cache slots of each request's first max(lens) positions [B, L], and which of them exist [B, L].
 
-    Past a request's length stands its first slot again: the table holds leftovers there, and a masked NaN would still spoil the sum.
+    Past a request's length stands its first slot again: the table holds leftovers there, and a masked NaN would still
+    spoil the sum.
     """
     exists = torch.arange(int(lens.max())) < lens[:, None]
     slots = req_to_token[requests.long(), :exists.shape[1]].long()
@@ -51,14 +56,17 @@ def refuse_unsupported(logit_cap, is_cross, encoder_lens, sinks, k_scale=1.0, v_
         raise NotImplementedError("cpu_engine: no logit cap, cross attention, attention sinks or scaled KV cache.")
 
 
-def extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, req_to_token, req_pool_indices, seq_lens, extend_seq_lens,
-                         extend_start_loc, max_extend_len, scale, logit_cap, is_cross, window, encoder_lens, sinks, tree_mask,
+def extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, req_to_token, req_pool_indices, seq_lens,
+                         extend_seq_lens, extend_start_loc, max_extend_len, scale, logit_cap, is_cross, window,
+                         encoder_lens, sinks, tree_mask,
                          is_causal=True):
-    """Prefill, chunked prefill and EAGLE verification: the last n positions of each request attend to all up to themselves.
+    """Prefill, chunked prefill and EAGLE verification: the last n positions of each request attend to all up to
+    themselves.
 
-    Caller: IntelAMXAttnBackend.forward_extend. q [N, H, D]; out [N, H, Dv]; k, v: the new positions' keys and values, or None when
-    they are in the cache already; seq_lens count them. Earlier keys come from the buffers [slots, Hk, D]. Without earlier ones MLA passes
-    full-width keys and values while the buffers hold latents. tree_mask: for each request n * n flags, which draft token sees which.
+    Caller: IntelAMXAttnBackend.forward_extend. q [N, H, D]; out [N, H, Dv]; k, v: the new positions' keys and values,
+    or None when they are in the cache already; seq_lens count them. Earlier keys come from the buffers [slots, Hk,
+    D]. Without earlier ones MLA passes full-width keys and values while the buffers hold latents. tree_mask: for each
+    request n * n flags, which draft token sees which.
     """
     refuse_unsupported(logit_cap, is_cross, encoder_lens, sinks, k_scale, v_scale)
     news, starts = extend_seq_lens.tolist(), extend_start_loc.tolist()
@@ -69,7 +77,8 @@ def extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, req
         n, B, start = news[rows[0]], len(rows), starts[rows[0]]
         lens, tokens = seq_lens[rows], slice(start, start + n * B)
         before = lens - n
-        new_k, new_v = (None if x is None else x[tokens].view(B, n, -1, width) for x, width in ((k, q.shape[-1]), (v, out.shape[-1])))
+        new_k, new_v = (None if x is None else x[tokens].view(B, n, -1, width)
+                        for x, width in ((k, q.shape[-1]), (v, out.shape[-1])))
         if new_k is not None and not before.any():
             keys, values, exists = new_k, new_v, torch.ones(B, n, dtype=torch.bool)
         else:
@@ -86,15 +95,18 @@ def extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, req
         if masks is not None:
             for i, row in enumerate(rows):
                 visible[i, :, before[i]:lens[i]] = next(masks).view(n, n).bool()
-        out[tokens] = attend(q[tokens].view(B, n, *q.shape[1:]), keys, values, scale, visible).to(out.dtype).flatten(0, 1)
+        attended = attend(q[tokens].view(B, n, *q.shape[1:]), keys, values, scale, visible)
+        out[tokens] = attended.to(out.dtype).flatten(0, 1)
 
 
-def decode_attention_cpu(q, k_buffer, v_buffer, k_scale, v_scale, out, k, v, loc, attn_logits, req_to_token, req_pool_indices, seq_lens,
-                         scale, logit_cap, is_cross, window, encoder_lens, sinks):
-    """One new token for each request: stores its key and value in slot `loc` [B], then attends over the request's seq_lens positions.
+def decode_attention_cpu(q, k_buffer, v_buffer, k_scale, v_scale, out, k, v, loc, attn_logits, req_to_token,
+                         req_pool_indices, seq_lens, scale, logit_cap, is_cross, window, encoder_lens, sinks):
+    """One new token for each request: stores its key and value in slot `loc` [B], then attends over the request's
+    seq_lens positions.
 
-    Caller: IntelAMXAttnBackend.forward_decode, for the target and for each draft step. q [B, H, D]; out [B, H, Dv]; k, v may be None.
-    MLA's v_buffer is a view of k_buffer's first columns. attn_logits is scratch of the compiled kernel, unused here.
+    Caller: IntelAMXAttnBackend.forward_decode, for the target and for each draft step. q [B, H, D]; out [B, H, Dv];
+    k, v may be None. MLA's v_buffer is a view of k_buffer's first columns. attn_logits is scratch of the compiled
+    kernel, unused here.
     """
     refuse_unsupported(logit_cap, is_cross, encoder_lens, sinks, k_scale, v_scale)
     if k is not None:
@@ -108,9 +120,11 @@ def decode_attention_cpu(q, k_buffer, v_buffer, k_scale, v_scale, out, k, v, loc
 
 
 def build_draft_decode_metadata_cpu(req_to_token, req_pool_indices, seq_lens, topk, num_steps, pool_len):
-    """Returns the slot table of the draft branches [B * topk, max(seq_lens) + num_steps]: the prefix, then the branch's own slots.
+    """Returns the slot table of the draft branches [B * topk, max(seq_lens) + num_steps]: the prefix, then the
+    branch's own slots.
 
-    Caller: IntelAMXMultiStepDraftBackend.init_forward_metadata. Branch t of a request owns num_steps slots from seq_len + t * num_steps on.
+    Caller: IntelAMXMultiStepDraftBackend.init_forward_metadata. Branch t of a request owns num_steps slots from
+    seq_len + t * num_steps on.
     """
     table = torch.zeros(len(seq_lens) * topk, int(seq_lens.max()) + num_steps, dtype=req_to_token.dtype)
     for b, (request, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
@@ -120,7 +134,8 @@ def build_draft_decode_metadata_cpu(req_to_token, req_pool_indices, seq_lens, to
     return table
 
 
-# ---- slots of the KV cache: sglang/srt/mem_cache/allocation.py, sglang/kernels/ops/speculative/cache_locs.py, .../kvcache/cache_move.py
+# ---- slots of the KV cache: sglang/srt/mem_cache/allocation.py, sglang/kernels/ops/speculative/cache_locs.py,
+# .../kvcache/cache_move.py
 # ----
 def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start, end, slots, pool_len):
     """out: req_to_token[request, start:end] of each request takes the next of `slots` [sum(end - start)]. Caller:
@@ -142,7 +157,10 @@ def assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, start, end, out
 
 
 def assign_draft_cache_locs_contiguous_cpu(req_pool_indices, req_to_token, seq_lens, out, pool_len, topk, num_steps):
-    """out [B * topk * num_steps]: the slots after each request's seq_len. Caller: assign_draft_cache_locs_contiguous_func."""
+    """out [B * topk * num_steps]: the slots after each request's seq_len.
+
+    Caller: assign_draft_cache_locs_contiguous_func.
+    """
     assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, seq_lens, seq_lens + topk * num_steps, out, pool_len)
 
 
@@ -151,15 +169,16 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, target_slots, source_slots):
     copy_all_layer_kv_cache_func.
     """
     for base, stride in zip(data_ptrs.tolist(), strides.tolist()):
-        rows = [ctypes.string_at(base + slot * stride, stride) for slot in source_slots.tolist()]  # all read before any is written
+        # All are read before any is written
+        rows = [ctypes.string_at(base + slot * stride, stride) for slot in source_slots.tolist()]
         for slot, row in zip(target_slots.tolist(), rows):
             ctypes.memmove(base + slot * stride, row, stride)
 
 
 # ---- EAGLE: sglang/kernels/ops/speculative/eagle.py and spec_tree.py ----
 def fill_bonus_tokens_cpu(accept_tokens, accept_lens, bonus_tokens, stride):
-    """out bonus_tokens [B]: the last accepted token of each request; accept_tokens [B * stride], accept_lens count it. Caller:
-    fill_bonus_tokens_func.
+    """out bonus_tokens [B]: the last accepted token of each request; accept_tokens [B * stride], accept_lens count
+    it. Caller: fill_bonus_tokens_func.
     """
     last = torch.arange(len(bonus_tokens)) * stride + accept_lens[:len(bonus_tokens)] - 1
     bonus_tokens.copy_(accept_tokens.flatten()[last.long()])
@@ -173,13 +192,14 @@ def fill_accept_out_cache_loc_cpu(accept_index, out_cache_loc, accept_out_cache_
     accept_out_cache_loc[:len(kept)] = out_cache_loc[kept].to(accept_out_cache_loc.dtype)
 
 
-def build_tree_kernel_efficient_cpu(parent_list, selected_index, seq_lens, tree_mask, positions, retrieve_index, next_token, next_sibling,
-                                    topk, depth, draft_token_num, mode):
+def build_tree_kernel_efficient_cpu(parent_list, selected_index, seq_lens, tree_mask, positions, retrieve_index,
+                                    next_token, next_sibling, topk, depth, draft_token_num, mode):
     """The token tree to verify. Token 0 of each request is its last emitted one (the root), tokens 1.. are drafts.
 
-    Caller: build_tree_kernel_efficient_func. selected_index [B, n - 1]: index of draft i among all candidates, where candidate c hangs
-    below parent_list[b, c // topk] (c // topk == 0: the root). out tree_mask [B * n * n] bool: which token sees which; positions [B * n];
-    retrieve_index [B, n]: row in the batch; next_token [B, n]: first child, next_sibling [B, n]: next child of the same parent, both -1 (as they come) where there is none.
+    Caller: build_tree_kernel_efficient_func. selected_index [B, n - 1]: index of draft i among all candidates, where
+    candidate c hangs below parent_list[b, c // topk] (c // topk == 0: the root). out tree_mask [B * n * n] bool:
+    which token sees which; positions [B * n]; retrieve_index [B, n]: row in the batch; next_token [B, n]: first
+    child, next_sibling [B, n]: next child of the same parent, both -1 (as they come) where there is none.
     """
     if int(mode) != 1:
         raise NotImplementedError("cpu_engine: only the QLEN_ONLY tree mask, SGLang's choice on a CPU.")
@@ -207,9 +227,9 @@ def verify_tree_greedy_cpu(predicts, accept_index, accept_token_num, candidates,
                            retrive_next_sibling, target_predict):
     """Walk each tree along the target's argmax. Caller: verify_tree_greedy_func, by keyword.
 
-    candidates [B, n]: token ids of the tree; target_predict [B, n]: the target's argmax after each. out predicts [B * n]: the target's
-    token at each accepted row; accept_index [B, steps + 1]: accepted rows, the root first (the rest stays -1); accept_token_num [B]:
-    accepted drafts.
+    candidates [B, n]: token ids of the tree; target_predict [B, n]: the target's argmax after each. out predicts [B *
+    n]: the target's token at each accepted row; accept_index [B, steps + 1]: accepted rows, the root first (the rest
+    stays -1); accept_token_num [B]: accepted drafts.
     """
     wanted = target_predict.flatten().tolist()
     trees = zip(candidates.tolist(), retrive_index.tolist(), retrive_next_token.tolist(), retrive_next_sibling.tolist())
