@@ -390,10 +390,11 @@ def test_options_change_what_they_should(run_folder, tmp_path):
     assert torch.equal(exported["lm_head.weight"].flatten(), state["average"][:61 * 32])  # lm_head lies first
 
 
-def test_training_learns(target, tmp_path):
+def test_training_learns(target, tmp_path, monkeypatch):
     """Answers in which each token decides the next are learnt within a hundred steps: the walk finds whole drafts accepted."""
     folder, embed, head, _ = target
     samples = learnable_samples(embed, head, 60)
+    monkeypatch.setattr(train, "plot", lambda rows, path: None)  # 20 pictures take longer than the steps
     write_hidden_states(tmp_path / "hidden_states", samples)
     write_mapping(tmp_path / "vocab_mapping", np.arange(97), 97)
     trained((tmp_path, folder), tmp_path / "output", "--epochs", 20, "--lr", 4e-3, "--batch-tokens", 256, "--save-every", 1000,
