@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import ROOT, free_port, load_script
-from train_reference import learnable_samples, write_hidden_states, write_mapping, write_target
+from train_reference import learnable_samples, one_thread, write_hidden_states, write_mapping, write_target
 from eagle3 import training_plot
 from eagle3.batches import seen_in_epoch
 from eagle3.checkpoints import checkpoints
@@ -28,11 +28,9 @@ train = load_script("04_train")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread():
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, free_port, load_script, run_script
-from train_reference import learnable_samples, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target
+from train_reference import learnable_samples, one_thread, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target
 from eagle3.batches import Sample, collate, pack, plan_epoch, split_samples
 from eagle3.checked import read_checked, response_mass
 from eagle3.checkpoints import checkpoints, repair
@@ -38,12 +38,9 @@ K = len(STEP_WEIGHTS)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices as small as these are five times slower on two threads where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread():
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
