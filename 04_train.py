@@ -35,6 +35,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -52,16 +53,19 @@ from eagle3.checkpoints import (checkpoints, load_checkpoint, make_best, repair,
 from eagle3.drafter import Drafter  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
-from eagle3.metrics import Metrics, Window, gpu_use, listed, plot, step_metrics  # noqa: E402
+from eagle3.metrics import Metrics, Window, gpu_use, listed, step_metrics  # noqa: E402
 from eagle3.recipe import recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
+from eagle3.sources import read_sources  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, run, write_atomic,  # noqa: E402
                           write_manifest)
 from eagle3.trainer import HostCopy, Process, Trainer, join_processes, learning_rate, loss_weights  # noqa: E402
+from eagle3.training_plot import plot  # noqa: E402
 
 STAGE = "04_train"
 MAY_CHANGE = {"config", "verifier-path", "data-dir", "vocab-mapping-dir", "output-dir", "num-workers", "log-every",
-              "keep-checkpoints", "tensorboard", "device", "grad-accum", "release-share"}
+              "keep-checkpoints", "tensorboard", "device", "grad-accum", "release-share", "eval-every",
+              "val-data-dir"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,6 +80,8 @@ class Training:
         self.args, self.process, self.inputs = args, process, inputs
         self.plan, self.trainer, self.follow = plan, trainer, follow
         self.output, self.K, self.total = args.output_dir, args.ttt_steps, plan.total
+        # whether the validation samples are 03's own, of which the last may land at the end
+        self.lands_last = bool(follow and plan.val and not args.val_data_dir)
         self.warmup = math.ceil(args.warmup_ratio * self.total)
         self.saves = {*plan.epoch_ends, self.total, *range(0, self.total, args.save_every or self.total)}
         state = {}
@@ -85,12 +91,13 @@ class Training:
         self.best, self.done = state.get("best"), trainer.step  # best: {"step", "accept_length"}
         if process.rank == 0:
             self.metrics = Metrics(self.output, trainer.step, args.tensorboard)
-            if not follow:
+            if not self.lands_last:
                 write_val_ids(self.output, plan.val)
             if self.best:
                 make_best(self.output, self.best["step"])
         if follow:
             self.saves |= follow.begin(trainer.step, state.get("seen"))
+        self.evaluations = {*self.saves, *range(0, self.total, args.eval_every or self.total)}
         self.window, self.pending = Window(self.K), None
 
     def train(self) -> None:
@@ -104,7 +111,8 @@ class Training:
                 if follow:
                     self.wait_for(step, bins)
                 members, counts = self.members_and_counts(bins)
-                lr = learning_rate(step - 1, self.total, args.lr, self.warmup, args.scheduler)
+                lr = learning_rate(step - 1, self.total, args.lr, self.warmup, args.scheduler, args.min_lr_ratio,
+                                   args.decay_ratio)
                 sums = self.trainer.update(batches, sum(map(bool, members)), counts, lr)
                 self.window.add(sums, counts, sum(plan.train[i].tokens for indices in bins for i in indices))
                 if self.pending:  # of the step before: the GPU is nearly done with it, and has this one to go on with
@@ -113,11 +121,13 @@ class Training:
                 self.pending = step, HostCopy(sums), report, sum(members, [])
                 if follow:
                     follow.behind([plan.train[i] for indices in bins[rank::world] for i in indices])
-                if step in self.saves or step % args.log_every == 0 or step == 1:
+                if step in self.evaluations or step % args.log_every == 0 or step == 1:
                     stop_if_not_finite(*self.pending)
                     self.log_step(step, epoch, lr)
                     if step in self.saves:
                         self.validate_and_save(step)
+                    elif step in self.evaluations:
+                        self.validate(step, plan.val)
                     self.window = Window(self.K)
                 progress.update()
 
@@ -163,10 +173,12 @@ class Training:
         args, window, K = self.args, self.window, self.K
         if self.process.world > 1:
             dist.all_reduce(window.sums)
-        metrics = step_metrics(window.sums.cpu(), window.counts)
-        metrics |= {"loss": sum(weight * metrics[f"loss_{k}"] for k, weight in enumerate(loss_weights(args))),
-                    "accept_length": 1 + sum(metrics[f"full_acc_{k}"] for k in range(args.num_draft_steps)),
-                    "lr": lr, "epoch": epoch}
+        # in one copy: the host waits once
+        *sums, grad_norm = torch.cat([window.sums.flatten(), self.trainer.grad_norm.double()[None]]).cpu()
+        metrics = step_metrics(torch.stack(sums).view(K, 4), window.counts)
+        metrics |= {"loss": sum(weight * (metrics[f"loss_{k}"] or 0) for k, weight in enumerate(loss_weights(args))),
+                    "accept_length": 1 + sum(metrics[f"full_acc_{k}"] or 0 for k in range(args.num_draft_steps)),
+                    "lr": lr, "grad_norm": float(grad_norm), "epoch": epoch}
         if self.process.rank == 0:
             self.metrics.add({"step": step, **metrics})
         seconds = time.monotonic() - window.begun
@@ -176,47 +188,63 @@ class Training:
             f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | loss {metrics['loss']:.3f} | "
             f"loss_k {listed(metrics, 'loss', K)} | full_acc {listed(metrics, 'full_acc', K, 2)} | "
             f"cond_acc {listed(metrics, 'cond_acc', K, 2)} | accept_length {metrics['accept_length']:.2f} | "
-            f"lr {lr:.2e} | {window.tokens / seconds:,.0f} tok/s{gpu} | data wait {window.waited / seconds:.0%} | "
-            f"eta {duration(left)}")
+            f"lr {lr:.2e} | grad_norm {metrics['grad_norm']:.3g} | {window.tokens / seconds:,.0f} tok/s{gpu} | "
+            f"data wait {window.waited / seconds:.0%} | eta {duration(left)}")
 
     def validate_and_save(self, step: int) -> None:
-        """Evaluate, write checkpoint-<step> and, if it predicts the longest accept_length so far, best/; then
-        release.
+        """Evaluate, write checkpoint-<step> and, if of all checkpoints it predicts the longest accept_length so far,
+        best/; then release. Evaluations between checkpoints (--eval-every) have no say in what is best.
         """
-        if not self.follow:
-            self.validate(step, self.plan.val, self.plan.agreement, {})
-            return
-        last = step == self.total
-        if last:  # before, some of the validation samples have not landed
-            self.inputs.hashes["hidden_states"], val = self.follow.finish(), self.follow.validation()
-        seen = self.follow.gather()
-        share = seen["agreed"] / max(1, seen["predicted"])
-        if last:
+        val, agreement, state = self.plan.val, self.plan.agreement, {}
+        if self.follow:
+            val, agreement, state = self.followed(step)
+        prediction = self.validate(step, val) if val else None
+        if not self.plan.val:
+            self.best = {"step": step, "accept_length": None}  # nothing to choose by: the last one
+        if prediction:
+            if not self.best or prediction["accept_length"] > self.best["accept_length"]:
+                self.best = {"step": step, "accept_length": prediction["accept_length"]}
+        elif not torch.isfinite(self.trainer.draft.master.flat).all():
+            self.stop_after(step, "weights are not finite")
+        self.save(self.best, prediction, agreement, state)
+        if self.follow and step < self.total:
+            self.follow.release(step)
+
+    def followed(self, step: int) -> tuple[list, float, dict]:
+        """Of --follow after `step`: the validation samples, once all have landed, the agreement, and the state."""
+        val = [] if self.lands_last else self.plan.val
+        if step == self.total:
+            self.inputs.hashes["hidden_states"] = self.follow.finish()
+        if step == self.total and self.lands_last:
+            val = self.follow.validation()
             if self.process.rank == 0:
                 write_val_ids(self.output, val)
-            self.validate(step, val, share, {"seen": seen})
-            return
-        self.save(None, None, share, {"seen": seen})
-        self.follow.release(step)
+        seen = self.follow.gather()
+        return val, seen["agreed"] / max(1, seen["predicted"]), {"seen": seen}
 
-    def validate(self, step: int, val: list, agreement: float, state: dict) -> None:
-        args, K = self.args, self.K
+    def validate(self, step: int, val: list) -> dict:
+        """What serving would accept of the drafter as it is now, into the log, metrics.jsonl and training.png; returns
+        eagle3.json's `prediction`.
+        """
         with self.trainer.draft.using(self.trainer.average):
-            evaluation = evaluate(self.trainer.draft, val, args, self.process)
-        found, prediction = evaluation.metrics, evaluation.prediction
-        if not all(map(math.isfinite, found.values())):  # the weights went wrong in this very step, after its loss
-            self.process.say(f"validation loss is not finite after step {step}: stopped, the last checkpoint is "
-                             "untouched. Lower --lr in another --output-dir")
-            sys.exit(1)
-        if not self.best or found["accept_length"] > self.best["accept_length"]:
-            self.best = {"step": step, "accept_length": found["accept_length"]}
+            evaluation = evaluate(self.trainer.draft, val, self.args, self.process)
+        found, prediction, K = evaluation.metrics, evaluation.prediction, self.K
+        if not all(math.isfinite(value) for value in found.values() if value is not None):
+            self.stop_after(step, "validation loss is not finite")
         if self.process.rank == 0:
             self.metrics.add({"step": step, **{f"val_{key}": value for key, value in found.items()}})
+            plot(self.metrics.rows, self.output / "training.png")
         positions = " ".join(f"{share:.3f}" for share in prediction["accept_by_position"])
         self.process.say(f"validation step {step}/{self.total} | loss_k {listed(found, 'loss', K)} | "
                          f"full_acc {listed(found, 'full_acc', K)} | cond_acc {listed(found, 'cond_acc', K)} | "
                          f"accept_length {found['accept_length']:.3f} | by position {positions}")
-        self.save(self.best, prediction, agreement, state)
+        return prediction
+
+    def stop_after(self, step: int, what: str) -> NoReturn:
+        """The weights went wrong in this very step, after its loss."""
+        self.process.say(f"{what} after step {step}: stopped, the last checkpoint is untouched. Lower --lr in another "
+                         "--output-dir")
+        sys.exit(1)
 
     def save(self, best: dict | None, prediction: dict | None, agreement: float, state: dict) -> None:
         if self.process.rank == 0:
@@ -233,11 +261,13 @@ class Training:
             self.inputs.hashes["hidden_states"] = follow.finish()
             follow.release(self.total)
             problems = follow.seen["problems"]
-            kept, val = ([sample for sample in some if sample.id not in problems] for some in (plan.planned, plan.val))
+            kept = [sample for sample in plan.planned if sample.id not in problems]
+            val = [sample for sample in val if sample.id not in problems] if self.lands_last else val
             reasons = [*problems.values(), *[NO_LOSS] * (len(plan.rows) - len(plan.planned))]
             dropped = dict(sorted(Counter(reasons).items()))
         if self.process.rank == 0:
             plot(self.metrics.rows, self.output / "training.png")
+            kept += val if self.args.val_data_dir else []
             counts = {"kept": len(kept), "dropped": dropped, "train": len(plan.train), "validation": len(val),
                       "truncated": sum(sample.truncated for sample in kept), "steps": self.total}
             fixed = {key: value for key, value in config.items() if key not in MAY_CHANGE}
@@ -246,7 +276,9 @@ class Training:
         if self.process.world > 1:
             dist.barrier()
             dist.destroy_process_group()
-        self.process.say(f"best step {self.best['step']} | accept_length {self.best['accept_length']:.3f}")
+        length = self.best["accept_length"]
+        self.process.say(f"best step {self.best['step']} | " + ("the last one: no validation samples" if length is None
+                                                               else f"accept_length {length:.3f}"))
 
 
 def stop_if_not_finite(step: int, sums: HostCopy, path: Path, samples: list) -> None:
@@ -278,11 +310,9 @@ def make_drafter(args, inputs: Inputs, head: torch.Tensor, process: Process) -> 
 
 def resolved_config(args, inputs: Inputs, process: Process) -> dict:
     """All that the run hangs on, by flag; what is not in MAY_CHANGE must stay as it is over resumes."""
-    config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else value
-              for key, value in vars(args).items()}
-    config |= {"dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
-               "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()}
-    return recorded(config)
+    return recorded(train_flags.as_config(args) | {
+        "dtype": str(process.dtype).split(".")[1], "bins-per-step": process.world * args.grad_accum,
+        "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()})
 
 
 def main(argv: list[str]) -> None:
@@ -290,6 +320,7 @@ def main(argv: list[str]) -> None:
     train_flags.check_args(args)
     process = join_processes(args.device, args.dtype)
     inputs, say, output = read_inputs(args, process.say), process.say, args.output_dir
+    sources = read_sources(args, inputs, say)
     config = resolved_config(args, inputs, process)
     if process.rank == 0:
         lock = open_stage(output, config, MAY_CHANGE)  # noqa: F841  held till the process ends
@@ -310,10 +341,10 @@ def main(argv: list[str]) -> None:
         return
 
     head = inputs.target.tensor("head")
-    plan = plan_steps(args, inputs, head, process)
+    plan = plan_steps(args, inputs, sources, head, process)
     follow = Follow(args, inputs, head, process, plan.rows) if args.follow else None
     if follow:
-        follow.plan(plan.train, plan.val, plan.schedule)
+        follow.plan(plan.train, [] if args.val_data_dir else plan.val, plan.schedule)
     say_plan(args, plan, process)
     draft = make_drafter(args, inputs, head, process)
     del head

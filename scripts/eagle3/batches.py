@@ -9,6 +9,7 @@ import random
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Sample:
     start: int
     mass: np.ndarray | None  # (tokens - start,) a response token: the target's probability inside the draft vocabulary
     truncated: bool = False
+    weight: float = 1.0  # how often it is seen in an epoch
 
     def counts(self, steps: int) -> list[int]:
         """Loss rows of each TTT step: response tokens t = p + 2 + k with p >= 0."""
@@ -109,6 +111,16 @@ def batch_of(sizes: list[tuple[int, int, int]], aux, last, columns: dict, tokens
     return Batch(aux=aux, last=last, spans=[((q0, q1), (k0, k1)) for q0, q1, k0, k1 in bounds], tokens=tokens, **small)
 
 
+@contextmanager
+def reading(path: Path):
+    """Raises UserError where a file cannot be read that was whole when it was checked."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: not readable ({error}). It was whole when it was checked: see to the "
+                        "disk.") from None
+
+
 def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3, pin=False) -> Batch:
     """Read what the rows of these samples need, straight into (pinned) batch tensors. Raises UserError."""
     sizes = [sample.rows(steps) for sample in samples]
@@ -118,18 +130,14 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
     aux = last = None
     k0 = q0 = 0
     for sample, (first, context, rows) in zip(samples, sizes):
-        try:
-            with StateFile(sample.path) as file:
-                if aux is None:
-                    dtype = file.dtype("aux_hidden_states")
-                    aux = torch.empty(C, aux_states * hidden, dtype=dtype, pin_memory=pin)
-                    last = torch.empty(R, hidden, dtype=dtype, pin_memory=pin)
-                file.read_into("aux_hidden_states", aux[k0:k0 + context])
-                file.read_into("last_hidden_states", last[q0:q0 + rows], first + 1)
-                ids = file.input_ids()[:context + 2]
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{sample.path}: not readable ({error}). It was whole when it was checked: see to the "
-                            "disk.") from None
+        with reading(sample.path), StateFile(sample.path) as file:
+            if aux is None:
+                dtype = file.dtype("aux_hidden_states")
+                aux = torch.empty(C, aux_states * hidden, dtype=dtype, pin_memory=pin)
+                last = torch.empty(R, hidden, dtype=dtype, pin_memory=pin)
+            file.read_into("aux_hidden_states", aux[k0:k0 + context])
+            file.read_into("last_hidden_states", last[q0:q0 + rows], first + 1)
+            ids = file.input_ids()[:context + 2]
         next_ids[k0:k0 + context] = ids[1:-1]
         length[k0:k0 + context] = sample.tokens
         labels[q0:q0 + rows] = ids[first + 2:]
@@ -143,9 +151,11 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
 
 # ---- the plan: which samples make up which step, on any number of ranks ----
 def split_samples(samples: list[Sample], ratio: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one."""
+    """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one. At least one
+    sample validates, unless ratio is 0.
+    """
     ranked = sorted(samples, key=lambda sample: hashlib.sha256(f"{seed}:{sample.id}".encode()).hexdigest())
-    held_out = max(1, round(ratio * len(ranked)))
+    held_out = max(1, round(ratio * len(ranked))) if ratio else 0
     train, val = (sorted(part, key=lambda sample: sample.id) for part in (ranked[held_out:], ranked[:held_out]))
     return train, val
 
@@ -165,11 +175,26 @@ def pack(lengths: list[int], order: list[int], capacity: int, open_bins: int = O
     return full + [indices for _, indices in bins]
 
 
+def seen_in_epoch(weights: list[float], seed: int, epoch: int) -> list[int]:
+    """Indices of samples, each as often as its weight says: whole copies, and a seeded share of the samples once more
+    (weight 2.25: each twice, a quarter of them thrice). The next epoch's share begins where this one's ends.
+    """
+    order = []
+    for weight in sorted(set(weights)):
+        members = [i for i, own in enumerate(weights) if own == weight]
+        order += members * int(weight)
+        turns, share = list(members), weight % 1 * len(members)
+        random.Random(f"{seed}:share of {weight}").shuffle(turns)
+        order += [turns[i % len(turns)] for i in range(int(epoch * share), int((epoch + 1) * share))]
+    return order
+
+
 def plan_epoch(samples: list[Sample], capacity: int, bins_per_step: int, seed: int, epoch: int,
                shuffle: bool = True) -> list[list[list[int]]]:
     """Steps of bins of sample indices. It knows nothing of ranks: 2 ranks with 1 bin each train as 1 rank with 2."""
     order, lengths = list(range(len(samples))), [sample.tokens for sample in samples]
     if shuffle:
+        order = seen_in_epoch([sample.weight for sample in samples], seed, epoch)
         random.Random(f"{seed}:{epoch}").shuffle(order)
         bins = pack(lengths, order, capacity)
         random.Random(f"{seed}:{epoch}:bins").shuffle(bins)  # the fullest close first
