@@ -1,17 +1,20 @@
-"""Write the hidden states that SGLang computes in prefill to safetensors files, as it serves (EAGLE-3 training data).
+"""Write the hidden states that SGLang computes in prefill to safetensors files, as it serves: EAGLE-3 training data.
 
-`sglang_patch.py apply` copies this file into `sglang/srt/` and inserts one call of `capture` into the target's forward. Without
-EAGLE3_CAPTURE_DIR in the environment that call returns at once and the server behaves as the original.
+`sglang_patch.py apply` copies this file into `sglang/srt/` and inserts one call of `capture` into the target's forward.
+Without EAGLE3_CAPTURE_DIR in the environment that call returns at once and the server behaves as the original.
 
-    EAGLE3_CAPTURE_DIR=/data/incoming EAGLE3_CAPTURE_LAYERS=3,31,59 python3 -m sglang.launch_server ... --disable-radix-cache
+    EAGLE3_CAPTURE_DIR=/data/incoming EAGLE3_CAPTURE_LAYERS=3,31,59 \
+    python3 -m sglang.launch_server ... --disable-radix-cache
 
-Captured are only requests whose rid is `eagle3:<run>:<prompt_len>:<tokens>:<id>`; the file is `<EAGLE3_CAPTURE_DIR>/<run>/<id>.safetensors`
-and appears (rename) when it is whole. A sample that could not be written leaves `<id>.error` with one line, `<kind>: <text>`;
-kind is `refused` (this server cannot capture: its flags), `retry` (send it again), `data` (not finite) or `write` (OSError).
+Captured are only requests whose rid is `eagle3:<run>:<prompt_len>:<tokens>:<id>`; the file appears (by a rename) as
+`<EAGLE3_CAPTURE_DIR>/<run>/<id>.safetensors` when it is whole. A sample that could not be written leaves `<id>.error`
+with one line, `<kind>: <text>`; kind is `refused` (this server cannot capture: its flags), `retry` (send it again),
+`data` (not finite) or `write` (OSError).
 
 EAGLE3_CAPTURE_BUFFER_MB (2048) bounds the host memory for rows in flight: a prefill that finds none free waits.
 
-Shapes: N rows of a batch, T tokens of a sample, H hidden. "Layer L" is the residual stream entering layer L.
+Shapes: N rows of a batch, T tokens of a sample, H hidden, A captured layers (3 to 5). "Layer L" is the residual stream
+entering layer L.
 """
 import contextlib
 import hashlib
@@ -31,7 +34,8 @@ DIR_VARIABLE = "EAGLE3_CAPTURE_DIR"
 SCHEMA = 1
 RID = re.compile(r"eagle3:(\w[\w.-]{0,80}):(\d+):(\d+):([A-Za-z0-9._-]{1,120})")
 SLOT_BYTES = 32 << 20
-MAX_OPEN = 64  # chunked samples with a file begun; SGLang prefills one at a time, the others were aborted by their client
+LAYERS = range(3, 6)  # how many layers a drafter can take its aux states from
+MAX_OPEN = 64  # chunked samples with a file begun; SGLang prefills one at a time, the others were left by their client
 SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 logger = logging.getLogger(__name__)
@@ -56,26 +60,35 @@ def server_settings() -> dict:
 
         return vars(get_global_server_args())
     context = get_context()
-    return context.resolved_server_args_dict() if hasattr(context, "resolved_server_args_dict") else vars(context.server_args)
+    resolved = getattr(context, "resolved_server_args_dict", None)
+    return resolved() if resolved else vars(context.server_args)
+
+
+def prefill_graphs(settings: dict) -> bool:
+    """Whether prefill replays CUDA graphs: Python, and so the capture, does not run then."""
+    config = settings.get("cuda_graph_config")
+    if config is None:  # before 0.5.14
+        return not settings.get("disable_piecewise_cuda_graph", True)
+    prefill = config.get("prefill") if isinstance(config, dict) else getattr(config, "prefill", None)
+    backend = prefill.get("backend") if isinstance(prefill, dict) else getattr(prefill, "backend", None)
+    return backend not in (None, "disabled")
 
 
 def check_settings(settings: dict) -> None:
-    """Raise Refused with the flag to change where rows of a sample would be missing, split over ranks or out of order."""
-    def prefill_graphs() -> bool:
-        config = settings.get("cuda_graph_config")
-        if config is None:  # before 0.5.14
-            return not settings.get("disable_piecewise_cuda_graph", True)
-        prefill = config.get("prefill") if isinstance(config, dict) else getattr(config, "prefill", None)
-        backend = prefill.get("backend") if isinstance(prefill, dict) else getattr(prefill, "backend", None)
-        return backend not in (None, "disabled")
-
+    """Raise Refused, with the flag to change, where rows of a sample would be missing, split or out of order."""
     refusals = {
-        "the radix cache is on, so shared prefixes would not be computed. Add --disable-radix-cache": not settings.get("disable_radix_cache"),
-        "DP attention splits the rows of a batch over ranks. Remove --enable-dp-attention": settings.get("enable_dp_attention"),
-        "pipeline parallelism hides the first layers from the last rank. Use --pp-size 1": (settings.get("pp_size") or 1) > 1,
-        "two-batch overlap leaves capture layers out. Remove --enable-two-batch-overlap": settings.get("enable_two_batch_overlap"),
-        "context parallelism reorders rows. Use --attn-cp-size 1": (settings.get("attn_cp_size") or 1) > 1 or settings.get("enable_prefill_cp"),
-        "prefill CUDA graphs are on. Add --disable-prefill-cuda-graph (--disable-piecewise-cuda-graph before 0.5.14)": prefill_graphs(),
+        "the radix cache is on, so shared prefixes would not be computed. Add --disable-radix-cache":
+            not settings.get("disable_radix_cache"),
+        "DP attention splits the rows of a batch over ranks. Remove --enable-dp-attention":
+            settings.get("enable_dp_attention"),
+        "pipeline parallelism hides the first layers from the last rank. Use --pp-size 1":
+            (settings.get("pp_size") or 1) > 1,
+        "two-batch overlap leaves capture layers out. Remove --enable-two-batch-overlap":
+            settings.get("enable_two_batch_overlap"),
+        "context parallelism reorders rows. Use --attn-cp-size 1":
+            (settings.get("attn_cp_size") or 1) > 1 or settings.get("enable_prefill_cp"),
+        "prefill CUDA graphs are on. Add --disable-prefill-cuda-graph (--disable-piecewise-cuda-graph before 0.5.14)":
+            prefill_graphs(settings),
         f"--speculative-algorithm {settings.get('speculative_algorithm')} captures in its own way. Use EAGLE3 or none":
             settings.get("speculative_algorithm") not in (None, "EAGLE3"),
     }
@@ -85,21 +98,23 @@ def check_settings(settings: dict) -> None:
 
 
 def set_layers(model, layers: list[int]) -> bool:
-    """Make `model` capture the streams entering `layers`; True when SGLang itself had it switched on already (a draft is loaded).
+    """Make `model` capture the streams entering `layers`; True when SGLang itself does it already (a draft is loaded).
 
-    Up to 0.5.12 `set_eagle3_layers_to_capture` adds 1 to every id; from 0.5.13 only when the first id is 1. Raises Refused.
+    Up to 0.5.12 set_eagle3_layers_to_capture adds 1 to every id; from 0.5.13 only when the first is 1. Raises Refused.
     """
     captured = model.model.layers_to_capture
     if captured:
         if list(captured) != layers:
-            raise Refused(f"the draft's eagle_aux_hidden_state_layer_ids (or --return-aux-hidden-state-layer-ids) make this server capture "
-                          f"layers {list(captured)}, EAGLE3_CAPTURE_LAYERS says {layers}. Serve without the draft, or make them equal.")
+            raise Refused("the draft's eagle_aux_hidden_state_layer_ids (or --return-aux-hidden-state-layer-ids) make "
+                          f"this server capture layers {list(captured)}, EAGLE3_CAPTURE_LAYERS says {layers}. "
+                          "Serve without the draft, or make them equal.")
         return True
     for ids in (layers, [layer - 1 for layer in layers]):
         model.set_eagle3_layers_to_capture(list(ids))
         if list(model.model.layers_to_capture) == layers:
             return False
-    raise Refused(f"no layer ids lead this SGLang to capture {layers} (it gave {model.model.layers_to_capture}). Choose other layers.")
+    raise Refused(f"no layer ids lead this SGLang to capture {layers} (it gave {model.model.layers_to_capture}). "
+                  "Choose other layers.")
 
 
 def wanted_rows(forward_batch) -> list[tuple[int, int, int, str, tuple]]:
@@ -107,7 +122,8 @@ def wanted_rows(forward_batch) -> list[tuple[int, int, int, str, tuple]]:
     if forward_batch.forward_mode.name not in ("EXTEND", "MIXED") or not forward_batch.rids:
         return []  # decode, idle, verification, graph capture, warm-up
     found, row = [], 0
-    for rid, start, count in zip(forward_batch.rids, forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu):
+    starts, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+    for rid, start, count in zip(forward_batch.rids, starts, counts):
         match, start, count = RID.fullmatch(rid), int(start), int(count)
         if match and start < int(match[3]):  # past it: a token of the answer, decoded in a MIXED batch
             found.append((row, start, count, rid, (match[1], int(match[2]), int(match[3]), match[4])))
@@ -130,16 +146,17 @@ def tell(folder: Path, sample_id: str, reason: str) -> None:
 
 
 class Slot:
-    """One block of pinned host memory: up to `rows` rows of one sample (N, 3H) + (N, H) + ids, and whether all are finite."""
+    """A block of pinned host memory: up to `rows` rows of one sample, (N, A*H) + (N, H) + ids, and whether finite."""
 
-    def __init__(self, rows: int, width: int, dtype: torch.dtype, pinned: bool):
+    def __init__(self, rows: int, aux_states: int, width: int, dtype: torch.dtype, pinned: bool):
         ends = [0]
-        for size in (rows * 3 * width * dtype.itemsize, rows * width * dtype.itemsize, rows * 4, 1):
+        for size in (rows * aux_states * width * dtype.itemsize, rows * width * dtype.itemsize, rows * 4, 1):
             ends.append(ends[-1] + size)
         # In one piece: the allocator of pinned memory rounds each up to a power of two
         buffer = torch.empty(max(SLOT_BYTES, ends[-1]), dtype=torch.uint8, pin_memory=pinned)
         aux, last, ids, finite = (buffer[begin:end] for begin, end in zip(ends, ends[1:]))
-        self.aux, self.last = aux.view(dtype).view(rows, 3 * width), last.view(dtype).view(rows, width)
+        self.aux = aux.view(dtype).view(rows, aux_states * width)
+        self.last = last.view(dtype).view(rows, width)
         self.ids, self.finite = ids.view(torch.int32), finite.view(torch.bool)
         self.copied = None  # CUDA event; None on a CPU
 
@@ -162,17 +179,18 @@ class Sample:
         self.failed = False
 
     def header(self, width: int, dtype: torch.dtype, checksum: str) -> bytes:
-        """Length and JSON as safetensors has them; the same length for every checksum. Sets self.offsets (data section)."""
-        T, size = self.tokens, dtype.itemsize
+        """Length and JSON as safetensors has them, as long for every checksum. Sets self.offsets (of the data)."""
+        T, aux, size, kind = self.tokens, self.capture.aux_states * width, dtype.itemsize, SAFETENSORS_DTYPE[dtype]
         tensors, end = {}, 0
         # The widest first, so that every tensor is aligned to its element
-        for name, kind, shape, count in (("aux_hidden_states", SAFETENSORS_DTYPE[dtype], [T, 3 * width], T * 3 * width * size),
-                                         ("last_hidden_states", SAFETENSORS_DTYPE[dtype], [T, width], T * width * size),
+        for name, dtype, shape, size in (("aux_hidden_states", kind, [T, aux], T * aux * size),
+                                         ("last_hidden_states", kind, [T, width], T * width * size),
                                          ("input_ids", "I32", [T], 4 * T), ("loss_mask", "U8", [T], T)):
-            tensors[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + count]}
-            end += count
+            tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+            end += size
         self.offsets = {name: tensor["data_offsets"] for name, tensor in tensors.items()}
-        metadata = {**self.capture.metadata, "id": self.id, "prompt_len": str(self.prompt_len), "checksum": f"sha256:{checksum}"}
+        metadata = {**self.capture.metadata, "id": self.id, "prompt_len": str(self.prompt_len),
+                    "checksum": f"sha256:{checksum}"}
         text = json.dumps({"__metadata__": metadata, **tensors}).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
@@ -195,8 +213,8 @@ class Sample:
             self.sha256 = hashlib.sha256()
             self.ids = bytearray()
         self.sha256.update(aux)  # the GIL is released in update, pwrite and fsync
-        self.put(aux, "aux_hidden_states", self.written * 3 * self.width * self.dtype.itemsize)
-        self.put(last, "last_hidden_states", self.written * self.width * self.dtype.itemsize)
+        self.put(aux, "aux_hidden_states", self.written * len(aux) // rows)
+        self.put(last, "last_hidden_states", self.written * len(last) // rows)
         self.ids += ids
         self.written += rows
         if self.written == self.tokens:
@@ -288,19 +306,20 @@ class Capture:
         except ValueError:
             layers = []
         count = model.config.num_hidden_layers
-        if len(layers) != 3 or layers != sorted(set(layers)) or not 0 < layers[0] <= layers[-1] < count:
-            raise Refused(f"EAGLE3_CAPTURE_LAYERS is {os.environ.get('EAGLE3_CAPTURE_LAYERS')!r}. Name three ascending layers "
-                          f"from 1 to {count - 1}, like 3,31,59.")
+        if len(layers) not in LAYERS or layers != sorted(set(layers)) or not 0 < layers[0] <= layers[-1] < count:
+            raise Refused(f"EAGLE3_CAPTURE_LAYERS is {os.environ.get('EAGLE3_CAPTURE_LAYERS')!r}. Name three to five "
+                          f"ascending layers from 1 to {count - 1}, like 3,31,59.")
         buffer = os.environ.get("EAGLE3_CAPTURE_BUFFER_MB", "2048")
         if not buffer.isdecimal():
             raise Refused(f"EAGLE3_CAPTURE_BUFFER_MB is {buffer!r}. Give a number of MB, like 2048.")
         self.buffer_bytes = int(buffer) << 20
         self.needed_by_sglang = set_layers(model, layers)
+        self.aux_states = len(layers)
         self.folder = Path(os.environ[DIR_VARIABLE]).absolute()
         self.metadata = {"schema": str(SCHEMA), "target": Path(settings["model_path"]).name,
                          "capture_layers": ",".join(map(str, layers)), "sglang_version": sglang.__version__,
                          "patch_hash": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
-        # Every rank of a tensor-parallel group holds whole rows: the first one writes. (PP and DP attention are refused.)
+        # Every rank of a tensor-parallel group holds whole rows: the first writes. (PP and DP attention are refused.)
         self.writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         self.samples: dict[str, Sample] = {}  # by rid: rows are missing yet
         self.slots = None
@@ -309,34 +328,35 @@ class Capture:
             logger.info("eagle3_capture: layers %s of %s to %s", layers, self.metadata["target"], self.folder)
 
     def start_writing(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Slots, threads and stream are made for the first rows: CUDA graph capture allows no allocation of pinned memory."""
-        self.row_bytes = 4 * width * dtype.itemsize + 4
+        """For the first rows, not before: CUDA graph capture allows no allocation of pinned memory."""
+        self.row_bytes = (self.aux_states + 1) * width * dtype.itemsize + 4
         self.slot_rows = max(1, (SLOT_BYTES - 1) // self.row_bytes)
         self.slots = max(2, self.buffer_bytes // max(SLOT_BYTES, self.row_bytes + 1))  # how many may still be made
         self.free: queue.SimpleQueue = queue.SimpleQueue()
         self.threads = [Writer(self.free) for _ in range(min(8, max(4, (os.cpu_count() or 4) // 2)))]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.metadata["dtype"] = str(dtype).removeprefix("torch.")
-        logger.info("eagle3_capture: %d bytes a token, %d slots of %d rows, %d threads", self.row_bytes, self.slots, self.slot_rows,
-                    len(self.threads))
+        logger.info("eagle3_capture: %d bytes a token, %d slots of %d rows, %d threads", self.row_bytes, self.slots,
+                    self.slot_rows, len(self.threads))
 
     def slot(self, last: torch.Tensor) -> Slot:
         """A free slot; waits, and so slows prefill down, when all that the limit allows are in flight."""
         if self.free.empty() and self.slots > 0:
             self.slots -= 1
-            return Slot(self.slot_rows, last.shape[1], last.dtype, self.stream is not None)
+            return Slot(self.slot_rows, self.aux_states, last.shape[1], last.dtype, self.stream is not None)
         return self.free.get()
 
     def take(self, wanted: list, aux, last: torch.Tensor, input_ids: torch.Tensor) -> None:
         """Copy the wanted rows of this forward pass into slots and hand them to the writers.
 
-        aux: (N, 3H), packed (SGLang 0.5.23), or a list of three (N, H) (up to 0.5.15); last: (N, H); input_ids: (N,).
+        aux: (N, A*H), packed (SGLang 0.5.23), or a list of A (N, H) (up to 0.5.15); last: (N, H); input_ids: (N,).
         """
         if self.slots is None:
             self.start_writing(last.shape[1], last.dtype, last.device)
         aux = [aux] if isinstance(aux, torch.Tensor) else list(aux)
-        # A copy of the ids, made in the order of the forward passes: SGLang (0.5.15, 0.5.23) keeps them in one buffer for all batches, and the
-        # next batch's are in it before the side stream comes to read. (Hidden states are new tensors in every pass.)
+        # A copy of the ids, made in the order of the forward passes: SGLang (0.5.15, 0.5.23) keeps them in one buffer
+        # for all batches, and the next batch's are in it before the side stream comes to read. (Hidden states are new
+        # tensors in every pass.)
         input_ids = input_ids.to(torch.int32, copy=True)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(last.device))
@@ -353,21 +373,7 @@ class Capture:
             if row + count > min(tensor.shape[0] for tensor in (*aux, last, input_ids)):
                 sample.thread.drop(sample, "refused: this server splits the rows of a batch over ranks")
                 continue
-            for first in range(row, row + count, self.slot_rows):
-                rows = slice(first, min(first + self.slot_rows, row + count))
-                slot, number = self.slot(last), rows.stop - rows.start
-                with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
-                    # Packed on the GPU: a copy into strided host memory would go through unpinned memory and block
-                    packed = aux[0][rows] if len(aux) == 1 else torch.cat([tensor[rows] for tensor in aux], dim=-1)
-                    slot.aux[:number].copy_(packed, non_blocking=True)
-                    slot.last[:number].copy_(last[rows], non_blocking=True)
-                    slot.ids[:number].copy_(input_ids[rows], non_blocking=True)
-                    slot.finite.copy_((packed.isfinite().all() & last[rows].isfinite().all()).view(1), non_blocking=True)
-                    if self.stream:
-                        slot.copied = torch.cuda.Event()
-                        slot.copied.record(self.stream)
-                sample.taken += number
-                sample.thread.add(sample, slot, number)
+            self.copy(sample, slice(row, row + count), aux, last, input_ids)
             if sample.taken < sample.tokens:
                 self.samples[rid] = sample
                 if len(self.samples) > MAX_OPEN:
@@ -375,11 +381,30 @@ class Capture:
                     oldest.thread.drop(oldest, None)
 
 
-def capture(model, positions: torch.Tensor, forward_batch, hidden_states: torch.Tensor, aux_hidden_states):
-    """Called by the patched forward between the model and the logits; returns the `aux_hidden_states` that SGLang goes on with.
+    def copy(self, sample: Sample, rows: slice, aux: list[torch.Tensor], last: torch.Tensor, input_ids) -> None:
+        """`rows` of a forward pass into slots, without waiting for the GPU, and to the sample's writer."""
+        for first in range(rows.start, rows.stop, self.slot_rows):
+            piece = slice(first, min(first + self.slot_rows, rows.stop))
+            slot, number = self.slot(last), piece.stop - piece.start
+            with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
+                # Packed on the GPU: a copy into strided host memory would go through unpinned memory and block
+                packed = aux[0][piece] if len(aux) == 1 else torch.cat([tensor[piece] for tensor in aux], dim=-1)
+                slot.aux[:number].copy_(packed, non_blocking=True)
+                slot.last[:number].copy_(last[piece], non_blocking=True)
+                slot.ids[:number].copy_(input_ids[piece], non_blocking=True)
+                slot.finite.copy_((packed.isfinite().all() & last[piece].isfinite().all()).view(1), non_blocking=True)
+                if self.stream:
+                    slot.copied = torch.cuda.Event()
+                    slot.copied.record(self.stream)
+            sample.taken += number
+            sample.thread.add(sample, slot, number)
 
-    model: a ...ForCausalLM; positions: (N,); hidden_states: (N, H) after the final norm; aux_hidden_states: None, a list of
-    (N, H) or (N, 3H). Raises Refused, which ends the server: one that captures wrong rows is worse than none.
+
+def capture(model, positions: torch.Tensor, forward_batch, hidden_states: torch.Tensor, aux_hidden_states):
+    """Called by the patched forward between model and logits; returns the `aux_hidden_states` that SGLang goes on with.
+
+    model: a ...ForCausalLM; positions: (N,); hidden_states: (N, H) after the final norm; aux_hidden_states: None,
+    (N, A*H) or a list of (N, H). Raises Refused, which ends the server: capturing wrong rows is worse than none.
     """
     global _state
     if not _enabled:
@@ -399,8 +424,8 @@ def capture(model, positions: torch.Tensor, forward_batch, hidden_states: torch.
         for *_, (run, _, _, sample_id) in wanted:
             tell(_state.folder / run, sample_id, "retry: capture was switched on by this batch, which held an image")
     elif wanted:
-        # Switched on just now, after the model ran on this batch, the server's first: run it again (it comes back here) and
-        # drop those logits. The ids are embedded anew, since layers may have worked in place on the `input_embeds` given.
+        # Switched on just now, after the model ran on this batch, the server's first: run it again (it comes back here)
+        # and drop those logits. The ids are embedded anew, since layers may have worked in place on the `input_embeds`.
         model.forward(forward_batch.input_ids, positions, forward_batch)
     return aux_hidden_states if _state.needed_by_sglang else None
 
@@ -408,9 +433,10 @@ def capture(model, positions: torch.Tensor, forward_batch, hidden_states: torch.
 def forward_hook(config: dict):
     """Factory for SGLang 0.5.23's own hooks: capture without the patch, from targets that SGLang serves with EAGLE3.
 
-    PYTHONPATH=patches ... --enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids 3 31 59
+    PYTHONPATH=patches ... --enable-return-aux-hidden-states --speculative-algorithm EAGLE3
+    --return-aux-hidden-state-layer-ids 3 31 59
     --forward-hooks '[{"target_modules": ["model"], "hook_factory": "eagle3_capture:forward_hook"}]'
-    target_modules: the decoder without its head ("language_model.model" inside a multimodal wrapper). Some models, Llama among them,
+    target_modules: the decoder without its head ("language_model.model" in a multimodal wrapper). Some models (Llama)
     add 1 to the ids: give 2 30 58 for them. What the server then captures is compared with EAGLE3_CAPTURE_LAYERS.
     Qwen3-VL and GLM5-Next hand the batch over by keyword, which such hooks do not see: refused.
     """
@@ -419,10 +445,12 @@ def forward_hook(config: dict):
             return
         forward_batch = next((argument for argument in args if hasattr(argument, "extend_seq_lens_cpu")), None)
         if forward_batch is None:
-            raise Refused(f"{type(module).__name__} gets its batch by keyword, which SGLang's hooks do not see. Choose another target.")
+            raise Refused(f"{type(module).__name__} gets its batch by keyword, which SGLang's hooks do not see. "
+                          "Choose another target.")
         if not isinstance(output, tuple):
-            raise Refused(f"{type(module).__name__} returns no captured layers. Name the decoder without its head in target_modules, and start "
-                          "the server with --enable-return-aux-hidden-states and --return-aux-hidden-state-layer-ids.")
+            raise Refused(f"{type(module).__name__} returns no captured layers. Name the decoder without its head in "
+                          "target_modules, and start the server with --enable-return-aux-hidden-states and "
+                          "--return-aux-hidden-state-layer-ids.")
         model = types.SimpleNamespace(model=module, config=module.config)
         hidden_states, aux_hidden_states = output
         capture(model, None, forward_batch, hidden_states, aux_hidden_states)
