@@ -13,7 +13,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from conftest import load_script
+from conftest import ROOT, load_script
+
+
+def capture_hash() -> str:
+    """What the files that the patch writes now say as their `patch_hash`."""
+    sources = (ROOT / "patches" / name for name in ("eagle3_capture.py", "eagle3_capture_files.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def write_responses(folder: Path, rows: list[dict]) -> Path:

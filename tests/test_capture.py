@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, load_script, post
 from eagle3.states import StateFile, check_header, check_ids, facts_token_bytes
 from eagle3.verify import check_data
+from stand_in import capture_hash
 
 CHUNK = 256
 TOLERANCE = 2e-5
@@ -194,7 +195,14 @@ def test_file_is_a_contract(capturing, capture_dir):
     assert {key: metadata[key] for key in stated} == stated
     raw = path.read_bytes()
     assert metadata["checksum"] == "sha256:" + hashlib.sha256(raw[8 + int.from_bytes(raw[:8], "little"):]).hexdigest()
-    assert metadata["patch_hash"] == hashlib.sha256((ROOT / "patches/eagle3_capture.py").read_bytes()).hexdigest()
+    assert metadata["patch_hash"] == capture_hash()
+    parts = dict(part.split(":") for part in metadata["weights"].split())
+    assert list(parts) == ["embed", "head", "norm", "layers"]
+    weights = load_file(TINY_KIMI / "model.safetensors")
+    for part, name in (("embed", "model.embed_tokens.weight"), ("head", "lm_head.weight"), ("norm", "model.norm.weight")):
+        rows = weights[f"language_model.{name}"].float()
+        rows = rows[:256:16].contiguous() if rows.dim() > 1 else rows
+        assert parts[part] == hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:8], part
 
 
 def test_client_that_leaves_amid_the_chunks_costs_nothing(capturing, capture_dir, reference):
@@ -512,7 +520,7 @@ def test_packed_and_listed_aux_states_give_the_same_file(module):
 def test_four_and_five_layers(module, monkeypatch, layers, packed, slot_bytes):
     """Several slots a sample and two chunks; the file is one that 03 takes as of its facts, its size the forecast."""
     monkeypatch.setenv("EAGLE3_CAPTURE_LAYERS", ",".join(map(str, layers)))
-    monkeypatch.setattr(module.capture, "SLOT_BYTES", slot_bytes)
+    monkeypatch.setattr(module.capture.files, "SLOT_BYTES", slot_bytes)
     name, states, last = rid("r", range(40), "a", 5), [torch.randn(40, H) for _ in layers], torch.randn(40, H)
     for rows in (slice(0, 13), slice(13, 40)):
         aux = [state[rows] for state in states]
@@ -593,10 +601,10 @@ def test_a_failed_write_is_told_and_the_next_sample_is_written(module, monkeypat
 
 def test_a_slow_disk_slows_prefill_and_loses_no_row(module, monkeypatch):
     """Host memory is bounded by the slots; the forward pass waits for a free one."""
-    monkeypatch.setattr(module.capture, "SLOT_BYTES", 8 << 10)
+    monkeypatch.setattr(module.capture.files, "SLOT_BYTES", 8 << 10)
     monkeypatch.setenv("EAGLE3_CAPTURE_BUFFER_MB", "0")  # so: the least, two slots
-    made, real = [], module.capture.Slot
-    monkeypatch.setattr(module.capture, "Slot", lambda *args: made.append(real(*args)) or made[-1])
+    made, real = [], module.capture.files.Slot
+    monkeypatch.setattr(module.capture.files, "Slot", lambda *args: made.append(real(*args)) or made[-1])
     gate, real_pwrite = threading.Semaphore(0), os.pwrite
     monkeypatch.setattr(module.capture.os, "pwrite", lambda *args: gate.acquire() and real_pwrite(*args))
     fed = queue.SimpleQueue()

@@ -23,12 +23,13 @@ from eagle3.stage import SCHEMA
 
 # The same in every file of a folder
 FACTS = ("target", "capture_layers", "sglang_version", "patch_hash", "dtype", "hidden_size")
-# sha256 of the patches/eagle3_capture.py that write the same bytes of states for the same rows: a folder begun with
-# one of them (its `patch_hash`) goes on with another. Whoever edits that file adds its hash here, or, where the states
+# sha256 of the patches/eagle3_capture*.py that write the same bytes of states for the same rows: a folder begun with
+# one of them (its `patch_hash`) goes on with another. Whoever edits these adds their hash here, or, where the states
 # become other ones, empties the set first.
 SAME_CAPTURE = {
     "2b4093189eaed67976ebea313bf1d394f955d9eeebe21420c53179ebbd64dec9",
     "7c0feccf78c6373e07f9c28ef396df4959553712487eff4324205a7e3a958120",
+    "9b08a1a63f69d11306367d543fec0330d9012b29c67461ccaae1683fa6c8bdef",
 }
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}  # safetensors' name: torch's, bytes
 HEADER_BYTES = 4096  # of a file, at most: its length depends on names and numbers in it
