@@ -1,0 +1,109 @@
+"""Muon against its definition and torch's own; AdamW for what is no matrix; the same on one rank and on several."""
+import numpy as np
+import pytest
+import torch
+
+from eagle3.drafter import Drafter, Shape
+from eagle3.optimizers import AdamW, Gradients, Muon, muon_matrices, orthogonal_factor, shared_out, symmetric_product
+
+SHAPE = Shape(32, 4, 2, 8, 48, 97, 61, 1e-5, 5e4, 256)
+BETAS = (0.9, 0.95)
+
+
+def drafter(shape=SHAPE, dtype=torch.float64):
+    torch.manual_seed(0)
+    draft = Drafter(shape, dtype, torch.device("cpu"), torch.randn(97, 32), torch.randn(61, 32), torch.arange(61), 64)
+    draft.initialise(0)
+    return draft
+
+
+def gradients(draft, seed=1):
+    torch.manual_seed(seed)
+    grads = Gradients(draft.shape.weights(), draft.dtype, "cpu")
+    grads.flat.copy_(torch.randn(grads.flat.shape))
+    return grads
+
+
+def singular(least: float, m=40, n=100, seed=0):
+    """A matrix with known factors and singular values from `least` to 1, evenly in their logarithm."""
+    torch.manual_seed(seed)
+    u, v = torch.linalg.qr(torch.randn(m, m, dtype=torch.float64))[0], torch.linalg.qr(torch.randn(n, m, dtype=torch.float64))[0]
+    return (u * torch.from_numpy(np.geomspace(least, 1, m))) @ v.t(), u @ v.t()
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_orthogonal_factor_is_near_the_svds(tall, scale):
+    matrix, factor = singular(0.03)
+    matrix, factor = (matrix.t(), factor.t()) if tall else (matrix, factor)
+    found = orthogonal_factor(matrix * scale)
+    values = torch.linalg.svdvals(found)
+    assert 0.73 <= values.min() and values.max() <= 1.27
+    assert (found * factor).sum() / found.norm() / factor.norm() > 0.98
+    assert torch.allclose(found @ found.t() if not tall else found.t() @ found,
+                          (found @ found.t() if not tall else found.t() @ found).t())
+
+
+@pytest.mark.parametrize("least, loss", [(0.03, -0.03), (3e-3, 0.02)])
+def test_three_iterations_do_nearly_what_torchs_five_do(least, loss):
+    from torch.optim._muon import _zeropower_via_newtonschulz
+    matrix, factor = singular(least)
+    theirs = _zeropower_via_newtonschulz(matrix.float(), (3.4445, -4.7750, 2.0315), 5, 1e-7).double()
+    near = [(found * factor).sum() / found.norm() / factor.norm() for found in (orthogonal_factor(matrix), theirs)]
+    assert near[0] > near[1] - max(loss, 0.01)
+
+
+def test_a_gradient_of_zeros_moves_nothing():
+    assert torch.equal(orthogonal_factor(torch.zeros(5, 9)), torch.zeros(5, 9))
+
+
+def test_muon_turns_the_matrices_as_sglang_has_them():
+    draft = drafter()
+    exported = draft.export(draft.master, torch.float64)
+    found = muon_matrices(draft.shape, draft.master.views)
+    names = {"q.0": "midlayer.self_attn.q_proj", "k.0": "midlayer.self_attn.k_proj", "v.0": "midlayer.self_attn.v_proj",
+             "o.0": "midlayer.self_attn.o_proj", "gate.0": "midlayer.mlp.gate_proj", "up.0": "midlayer.mlp.up_proj",
+             "down.0": "midlayer.mlp.down_proj", "fc": "fc"}
+    assert set(found) == set(names)
+    for ours, theirs in names.items():
+        assert torch.equal(torch.cat(found[ours], 1), exported[f"{theirs}.weight"])
+
+
+def test_one_step_by_its_definition():
+    """Momentum from zero, Nesterov, orthogonal factor, 0.2 sqrt(max), decay; lm_head and norms as AdamW alone moves them."""
+    draft, other = drafter(), drafter()
+    before = {name: view.clone() for name, view in draft.master.views.items()}
+    muon, grads, clip = Muon(draft, BETAS, 0.1), gradients(draft), torch.tensor(0.5, dtype=torch.float64)
+    muon.update(grads, clip, 1e-2, 1)
+    AdamW(other, BETAS, 0.1).update(gradients(other), clip, 1e-2, 1)
+    for name in ("lm_head", "input_norm", "norm"):
+        torch.testing.assert_close(draft.master[name], other.master[name], rtol=1e-12, atol=0)
+    gradient = grads["o"] * 0.5
+    nesterov = gradient * 0.05 + (gradient - gradient * 0.05) * 0.05
+    factor = orthogonal_factor(nesterov)
+    wanted = before["o"] * (1 - 1e-3) - 1e-2 * 0.2 * 32 ** 0.5 * factor
+    torch.testing.assert_close(draft.master["o"], wanted, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(draft.master["gate_up"], other.master["gate_up"])
+
+
+def test_rest_state_is_smaller_and_all_of_it_is_saved():
+    draft = drafter()
+    muon = Muon(draft, BETAS, 0.0)
+    sizes = {name: tensor.numel() for name, tensor in muon.state().items()}
+    rest = draft.master["lm_head"].numel() + sum(view.numel() for view in draft.master.views.values() if view.dim() == 1)
+    assert sizes == {"momentum": draft.master.flat.numel() - rest, "first": rest, "second": rest}
+
+
+def test_ranks_share_the_matrices():
+    shape = Shape(7168, 64, 8, 128, 18432, 163840, 32000, 1e-5, 5e4, 4096)
+    sizes = {name: torch.empty(size, device="meta") for name, size in shape.weights().items()}
+    owner = shared_out(muon_matrices(shape, sizes), 4)
+    assert set(owner.values()) == {0, 1, 2, 3} and len(owner) == 8
+    assert len({owner[name] for name in ("q.0", "fc", "gate.0", "up.0")}) == 4
+
+
+def test_symmetric_product_of_blocks(monkeypatch):
+    import eagle3.optimizers as optimizers
+    a = torch.randn(100, 30, dtype=torch.float64)
+    monkeypatch.setattr(optimizers, "LARGE", 16)
+    torch.testing.assert_close(symmetric_product(a, a.t()), a @ a.t(), rtol=1e-12, atol=1e-12)
