@@ -8,20 +8,22 @@ Shapes: T tokens of a sample, S its first response token, Vt target vocabulary, 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from eagle3.batches import Sample
+from eagle3.checkpoints import writing
 from eagle3.drafter import chunks, logits_of
+from eagle3.processes import LONG_WORK, meet
 from eagle3.stage import UserError, bar, duration, log, write_atomic
-from eagle3.states import check_sample, response_start, sample_path
+from eagle3.states import UNREADABLE, check_sample, response_start, sample_path
 
 CHECK_CHUNK = 256
 MIN_AGREEMENT = 0.05  # less of the response being the target's argmax means: other states, other target
@@ -78,7 +80,8 @@ def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, 
                     read += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
                 records.append(record)
             found = save({"mass": torch.cat(masses)}, {"samples": json.dumps(records)})
-            write_atomic(cache / f"{start:08d}.safetensors", found)
+            with writing(cache.parent):
+                write_atomic(cache / f"{start:08d}.safetensors", found)
             progress.update(CHECK_CHUNK)
             if process.rank == 0 and time.monotonic() - told > 10:
                 told = time.monotonic()
@@ -125,6 +128,13 @@ def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
     return samples, problems, agreed / max(1, predicted)
 
 
+def forget(cache: Path) -> None:
+    """What was found is found anew."""
+    for path in cache.glob("[0-9]*.safetensors"):
+        if re.fullmatch(r"\d{8}\.safetensors", path.name):
+            path.unlink()
+
+
 def usable_samples(args, inputs, head: torch.Tensor, process):
     """(samples, dropped {reason: n}, share of response tokens that are the target's argmax).
 
@@ -132,8 +142,7 @@ def usable_samples(args, inputs, head: torch.Tensor, process):
     """
     folder, cache, index = args.data_dir, args.output_dir / "checked", inputs.index
     check_files(folder, cache, inputs, head, process, args.num_workers)
-    if process.world > 1:
-        dist.barrier()
+    meet(process, LONG_WORK)
     samples, problems, agreement = read_checked(folder, cache, index, args.max_seq_len)
     dropped = dict(sorted(Counter(problems.values()).items()))
     damaged = sorted(name for name, problem in problems.items() if not problem.startswith("no response token"))
@@ -141,9 +150,13 @@ def usable_samples(args, inputs, head: torch.Tensor, process):
     for name in damaged[:10 if too_many else None] + sorted(problems.keys() - set(damaged))[:10]:
         process.say(f"skipped {sample_path(folder, name)} | {problems[name]}")
     if too_many:
+        meet(process, LONG_WORK)  # all have read it
+        if process.rank == 0:
+            forget(cache)  # what is mended is looked at again
         raise UserError(f"{folder}: {len(damaged)} of {len(index)} samples are bad ({dropped}; the first: "
                         f"{sample_path(folder, damaged[0])}). Run 03_extract.py --verify, extract anew what it names "
-                        "(--redo-failed), then this with another --output-dir.")
+                        "(--redo-failed), then this again."
+                        + (" See to the disk first." if UNREADABLE in dropped else ""))
     if agreement < MIN_AGREEMENT and samples:
         raise other_target(folder, agreement)
     if len(samples) < 2:
