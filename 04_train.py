@@ -59,6 +59,7 @@ from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ra
                               together)
 from eagle3.recipe import recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
+from eagle3.sources import read_sources  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, run, write_atomic,  # noqa: E402
                           write_manifest)
 from eagle3.trainer import HostCopy, Trainer, learning_rate, loss_weights  # noqa: E402
@@ -66,7 +67,8 @@ from eagle3.training_plot import plot  # noqa: E402
 
 STAGE = "04_train"
 MAY_CHANGE = {"config", "verifier-path", "data-dir", "vocab-mapping-dir", "output-dir", "num-workers", "log-every",
-              "keep-checkpoints", "tensorboard", "device", "grad-accum", "release-share", "eval-every"}
+              "keep-checkpoints", "tensorboard", "device", "grad-accum", "release-share", "eval-every",
+              "val-data-dir"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,6 +83,8 @@ class Training:
         self.args, self.process, self.inputs = args, process, inputs
         self.plan, self.trainer, self.follow = plan, trainer, follow
         self.output, self.K, self.total = args.output_dir, args.ttt_steps, plan.total
+        # whether the validation samples are 03's own, of which the last may land at the end
+        self.lands_last = bool(follow and plan.val and not args.val_data_dir)
         self.warmup = math.ceil(args.warmup_ratio * self.total)
         self.saves = {*plan.epoch_ends, self.total, *range(0, self.total, args.save_every or self.total)}
         self.window, self.pending, self.leaving = Window(self.K), None, Leaving(process)
@@ -114,7 +118,7 @@ class Training:
             set_aside(found)
             with writing(output):
                 self.metrics = Metrics(output, self.done - self.unended, self.args.tensorboard)
-                if not self.follow:
+                if not self.lands_last:
                     write_val_ids(output, self.plan.val)
                 best = restore_best(output, state.get("best"))
         self.best = all_ranks(best, process)[0]  # {"step", "accept_length"}
@@ -260,6 +264,8 @@ class Training:
         if self.follow:
             val, agreement, state = self.followed(step)
         prediction = self.validate(step, val) if val else None
+        if not self.plan.val:
+            self.best = {"step": step, "accept_length": None}  # nothing to choose by: the last one
         if prediction:
             if not self.best or prediction["accept_length"] > self.best["accept_length"]:
                 self.best = {"step": step, "accept_length": prediction["accept_length"]}
@@ -269,12 +275,14 @@ class Training:
 
     def followed(self, step: int) -> tuple[list, float, dict]:
         """Of --follow after `step`: the validation samples, once all have landed, the agreement, and the state."""
-        last, val = step == self.total, []
-        if last:
+        val = [] if self.lands_last else self.plan.val
+        if step == self.total:
             self.follow.wait_for_end()
             if self.leaving.agreed(at_once=True):
                 self.leave(step, ended=False)
-            self.inputs.hashes["hidden_states"], val = self.follow.finish(), self.follow.validation()
+            self.inputs.hashes["hidden_states"] = self.follow.finish()
+        if step == self.total and self.lands_last:
+            val = self.follow.validation()
             if self.process.rank == 0:
                 with writing(self.output):
                     write_val_ids(self.output, val)
@@ -335,12 +343,14 @@ class Training:
             self.inputs.hashes["hidden_states"] = follow.finish()
             follow.release(self.total)
             problems = follow.seen["problems"]
-            kept, val = ([sample for sample in some if sample.id not in problems] for some in (plan.planned, plan.val))
+            kept = [sample for sample in plan.planned if sample.id not in problems]
+            val = [sample for sample in val if sample.id not in problems] if self.lands_last else val
             reasons = [*problems.values(), *[NO_LOSS] * (len(plan.rows) - len(plan.planned))]
             dropped = dict(sorted(Counter(reasons).items()))
         unread = sum(self.count_unread().values())
         if self.process.rank == 0:
             plot(self.metrics.rows, self.output / "training.png")
+            kept += val if self.args.val_data_dir else []
             counts = {"kept": len(kept), "dropped": dropped, "train": len(plan.train), "validation": len(val),
                       "truncated": sum(sample.truncated for sample in kept), "steps": self.total}
             counts |= {"unread": unread} if unread else {}
@@ -351,7 +361,9 @@ class Training:
         meet(self.process, SAVING)
         if self.process.world > 1:
             dist.destroy_process_group()
-        self.process.say(f"best step {self.best['step']} | accept_length {self.best['accept_length']:.3f}")
+        length = self.best["accept_length"]
+        self.process.say(f"best step {self.best['step']} | " + ("the last one: no validation samples" if length is None
+                                                               else f"accept_length {length:.3f}"))
 
 
 def stop_if_not_finite(step: int, sums: HostCopy, path: Path, samples: list) -> None:
@@ -407,6 +419,7 @@ def main(argv: list[str]) -> None:
 
 def train(args, process: Process) -> None:
     inputs, say, output = read_inputs(args, process.say), process.say, args.output_dir
+    sources = read_sources(args, inputs, say)
     config = resolved_config(args, inputs, process)
     if process.rank == 0:
         lock = open_stage(output, config, MAY_CHANGE, functools.partial(as_begun, output, config))  # noqa: F841  held
@@ -428,10 +441,10 @@ def train(args, process: Process) -> None:
     meet(process, LOOP)
 
     head = inputs.target.tensor("head")
-    plan = plan_steps(args, inputs, head, process)
+    plan = plan_steps(args, inputs, sources, head, process)
     follow = Follow(args, inputs, head, process, plan.rows) if args.follow else None
     if follow:
-        follow.plan(plan.train, plan.val, plan.schedule)
+        follow.plan(plan.train, [] if args.val_data_dir else plan.val, plan.schedule)
     say_plan(args, plan, process)
     draft = make_drafter(args, inputs, head, process)
     del head

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, free_port, load_script, run_script
-from train_reference import learnable_samples, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target
+from train_reference import learnable_samples, one_thread, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target
 from eagle3.batches import Sample, collate, pack, plan_epoch, split_samples
 from eagle3.checked import read_checked, response_mass
 from eagle3.checkpoints import checkpoints, repair
@@ -39,12 +39,9 @@ K = len(STEP_WEIGHTS)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices as small as these are five times slower on two threads where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread():
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -391,10 +388,11 @@ def test_options_change_what_they_should(run_folder, tmp_path):
     assert torch.equal(exported["lm_head.weight"].flatten(), state["average"][:61 * 32])  # lm_head lies first
 
 
-def test_training_learns(target, tmp_path):
+def test_training_learns(target, tmp_path, monkeypatch):
     """Answers in which each token decides the next are learnt within a hundred steps: the walk finds whole drafts accepted."""
     folder, embed, head, _ = target
     samples = learnable_samples(embed, head, 60)
+    monkeypatch.setattr(train, "plot", lambda rows, path: None)  # 20 pictures take longer than the steps
     write_hidden_states(tmp_path / "hidden_states", samples)
     write_mapping(tmp_path / "vocab_mapping", np.arange(97), 97)
     trained((tmp_path, folder), tmp_path / "output", "--epochs", 20, "--lr", 4e-3, "--batch-tokens", 256, "--save-every", 1000,

@@ -1,4 +1,5 @@
 """For the tests of 04_train: a slow, obvious reference of EAGLE-3's training-time test, and run folders made of random numbers."""
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -7,6 +8,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Matrices as small as these are five times slower on two threads where the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def rms_norm(x, weight, eps):

@@ -27,6 +27,7 @@ class Sample:
     start: int
     mass: np.ndarray | None  # (tokens - start,) a response token: the target's probability inside the draft vocabulary
     truncated: bool = False
+    weight: float = 1.0  # how often it is seen in an epoch
 
     def counts(self, steps: int) -> list[int]:
         """Loss rows of each TTT step: response tokens t = p + 2 + k with p >= 0."""
@@ -148,9 +149,11 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
 
 # ---- the plan: which samples make up which step, on any number of ranks ----
 def split_samples(samples: list[Sample], ratio: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one."""
+    """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one. At least one
+    sample validates, unless ratio is 0.
+    """
     ranked = sorted(samples, key=lambda sample: hashlib.sha256(f"{seed}:{sample.id}".encode()).hexdigest())
-    held_out = max(1, round(ratio * len(ranked)))
+    held_out = max(1, round(ratio * len(ranked))) if ratio else 0
     train, val = (sorted(part, key=lambda sample: sample.id) for part in (ranked[held_out:], ranked[:held_out]))
     return train, val
 
@@ -170,11 +173,26 @@ def pack(lengths: list[int], order: list[int], capacity: int, open_bins: int = O
     return full + [indices for _, indices in bins]
 
 
+def seen_in_epoch(weights: list[float], seed: int, epoch: int) -> list[int]:
+    """Indices of samples, each as often as its weight says: whole copies, and a seeded share of the samples once more
+    (weight 2.25: each twice, a quarter of them thrice). The next epoch's share begins where this one's ends.
+    """
+    order = []
+    for weight in sorted(set(weights)):
+        members = [i for i, own in enumerate(weights) if own == weight]
+        order += members * int(weight)
+        turns, share = list(members), weight % 1 * len(members)
+        random.Random(f"{seed}:share of {weight}").shuffle(turns)
+        order += [turns[i % len(turns)] for i in range(int(epoch * share), int((epoch + 1) * share))]
+    return order
+
+
 def plan_epoch(samples: list[Sample], capacity: int, bins_per_step: int, seed: int, epoch: int,
                shuffle: bool = True) -> list[list[list[int]]]:
     """Steps of bins of sample indices. It knows nothing of ranks: 2 ranks with 1 bin each train as 1 rank with 2."""
     order, lengths = list(range(len(samples))), [sample.tokens for sample in samples]
     if shuffle:
+        order = seen_in_epoch([sample.weight for sample in samples], seed, epoch)
         random.Random(f"{seed}:{epoch}").shuffle(order)
         bins = pack(lengths, order, capacity)
         random.Random(f"{seed}:{epoch}:bins").shuffle(bins)  # the fullest close first
