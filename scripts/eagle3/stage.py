@@ -203,10 +203,12 @@ def lock_file(path: Path) -> IO | None:
     return lock
 
 
-def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
+def open_stage(folder: Path, config: dict, may_change: set[str],
+               renew: Callable[[dict], dict | None] = lambda old: old) -> IO:
     """Lock `folder` for this process and refuse what another config began there (`stage.json`). Keep the handle open.
 
-    Raises UserError.
+    renew: gets the config of before, once the folder is locked, and returns it as it counts now; None where nothing
+    came of it, so that nothing hangs on it. Raises UserError.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -217,7 +219,7 @@ def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
         raise UserError(f"{folder}: another process is writing there. Wait for it, or use another folder.")
     fixed = json.loads(json.dumps({key: value for key, value in config.items() if key not in may_change}, default=str))
     path = folder / "stage.json"
-    old = json.loads(path.read_text()) if path.exists() else fixed
+    old = (renew(read_json(path)) if path.exists() else None) or fixed
     differs = [f"{key}: {old.get(key)!r} there, {fixed.get(key)!r} now"
                for key in sorted(old.keys() | fixed.keys()) if old.get(key) != fixed.get(key)]
     if differs:
