@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Iterator
+from typing import IO, Iterator
 
 from eagle3.masking import MASK, clean, hidden
 from eagle3.stage import UserError
@@ -40,16 +40,27 @@ EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 COMPLAINT = re.compile(r"\b(error|exception|fatal|refused|out of memory|no space left|not found)\b", re.I)
 
 
-@contextlib.contextmanager
-def opened(path: Path, command: str) -> Iterator[int]:
-    """A file descriptor for what a server says, after a line with its `command`. Raises UserError."""
+def open_file(path: Path) -> IO:
+    """Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        out = open(path, "ab")
+        return open(path, "ab")
     except OSError as error:
         raise UserError(f"{path}: the server's log cannot be written there ({error.strerror}). "
                         "Name another place.") from None
-    with out:
+
+
+def check_writable(folder: Path) -> None:
+    """That logs can be written into `folder`. Raises UserError."""
+    probe = folder / f".writable.{os.getpid()}"
+    open_file(probe).close()
+    probe.unlink()
+
+
+@contextlib.contextmanager
+def opened(path: Path, command: str) -> Iterator[int]:
+    """A file descriptor for what a server says, after a line with its `command`. Raises UserError."""
+    with open_file(path) as out:
         out.write(f"{STARTED}{time.strftime('%Y-%m-%dT%H:%M:%S')} {clean(command)}\n".encode())
         out.flush()
         secrets = hidden()

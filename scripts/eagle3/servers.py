@@ -139,10 +139,10 @@ def call(url: str, headers: dict | None = None, body: dict | None = None, timeou
         return response.text
 
 
-def healthy(url: str, timeout: float = 2.0) -> bool:
+def healthy(url: str, timeout: float = 2.0, headers: dict | None = None) -> bool:
     """Whether /health answers well within so many seconds."""
     try:
-        call(f"{url}/health", timeout=timeout)
+        call(f"{url}/health", headers, timeout=timeout)
         return True
     except NO_ANSWER:
         return False
