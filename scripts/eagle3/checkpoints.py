@@ -131,6 +131,7 @@ def save_checkpoint(args, trainer, inputs, provenance: dict, state: dict) -> Non
         exported = trainer.draft.export(trainer.average, getattr(torch, args.export_dtype))
         save_file(exported, temporary / "model.safetensors", {"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(inputs.config_json, indent=1) + "\n")
+        provenance = provenance | {"weights_sha256": sha256_file(temporary / "model.safetensors")}
         (temporary / "eagle3.json").write_text(json.dumps(provenance, indent=1) + "\n")
         save_file(trainer.tensors(), temporary / STATE_TENSORS)
         (temporary / STATE).write_text(json.dumps({"step": step, **state}) + "\n")
