@@ -48,7 +48,7 @@ from eagle3.api import discover  # noqa: E402
 from eagle3.asking import Session, room_needed  # noqa: E402
 from eagle3.network import ensure_open_files, read_key, shown  # noqa: E402
 from eagle3.responses import drop_row, part_files  # noqa: E402
-from eagle3.sources import Source, open_sources  # noqa: E402
+from eagle3.prompt_sources import Source, open_sources  # noqa: E402
 from eagle3.stage import (UserError, log, open_stage, parse_args, read_manifest, run, write_atomic,  # noqa: E402
                           write_manifest)
 from eagle3.store import (DISK_ERRORS, OFFSET_BITS, Store, cannot_write, check_room, holds_nothing,  # noqa: E402

@@ -23,7 +23,7 @@ from eagle3.api import Retry, Service, read_chat, read_native, retry_after
 from eagle3.asking import Session
 from eagle3.prompts import as_messages, fingerprint, mix, plan_turns
 from eagle3.responses import Answer, Drop, read_jsonl
-from eagle3.sources import safe_id, split_spec
+from eagle3.prompt_sources import safe_id, split_spec
 from eagle3.stage import UserError
 from eagle3.store import Store, place_sorted
 from eagle3.tokens import STOP, THINK, TOOL, Tokens, load_tokenizer, settle_ids

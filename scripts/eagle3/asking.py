@@ -19,7 +19,7 @@ from eagle3.budget import Amount, Budget, Halt
 from eagle3.network import tls_context
 from eagle3.prompts import Prompt, mixed, read_prompts
 from eagle3.responses import Answer, Drop, Question, answer_row, content_of, drop_row, message_of, text_calls
-from eagle3.sources import Source
+from eagle3.prompt_sources import Source
 from eagle3.stage import UserError, bar, log
 from eagle3.store import Store, cannot_write, writable
 from eagle3.tokens import Tokens, settle_ids

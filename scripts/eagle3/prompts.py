@@ -11,7 +11,7 @@ import numpy as np
 
 from eagle3.account import Account
 from eagle3.responses import Drop, content_of, drop_row, reasoning_of
-from eagle3.sources import Source, filled, prompt_column
+from eagle3.prompt_sources import Source, filled, prompt_column
 from eagle3.stage import UserError
 
 ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
