@@ -90,6 +90,8 @@ class Marks:
         reasoning, ended, content = text.partition(end)
         if begin in text or end in content:
             raise Drop("think_marks", "marks of reasoning stand in the text more than once")
+        if ended and not content and answer.finish not in STOPPED:
+            raise Drop("empty", f"cut right behind {end}")
         if not ended and answer.finish in STOPPED:
             raise Drop("think_marks", f"the reasoning has no {end}")
         answer.reasoning, answer.content = reasoning, content
