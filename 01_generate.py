@@ -334,8 +334,12 @@ def finish(folder: Path, dropped: dict[str, dict], about: dict, cost: dict, acco
 
 
 def lost_marks(row: dict, unmarked: set[str] | None, lost: set[str]) -> tuple[str, str] | None:
-    """(reason, detail) where a row is to be left out: its server leaves marks of reasoning in the text, and here none
-    stood, so nobody can tell reasoning from answer; or it followed on such a row. lost: prompts of such rows so far."""
+    """(reason, detail) where a row is to be left out because its server leaves marks of reasoning in the text; else
+    None.
+
+    Here none stood, so nobody can tell reasoning from answer; or the row followed on such a one. lost: prompts of
+    such rows so far.
+    """
     if not unmarked:
         return None
     prompt = row["id"].rpartition("-t")[0]

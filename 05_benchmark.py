@@ -12,10 +12,11 @@ Time    each prompt once per variant, level and repeat: 100 of 512 tokens at 90 
 Resume  the same command goes on with the first unit that is not finished; with more --repeats it measures more
 
 Words. variant: plain, speculative, or one point of --sweep. level: requests in flight at a time. unit: all prompts
-once, of one variant at one level. repeat: of all units, the variants in turned order (plain, speculative, speculative,
-plain), because two runs of the same differ by more than their prompts tell: one repeat gives no verdict. accept_length: 1 + correct drafts / verify steps, summed over requests first, as
-SGLang counts. A request's last step also counts drafts that were right *beyond* the stop token or --max-tokens;
-accept_length_in_answer leaves those out: training can predict it.
+once, of one variant at one level. repeat: of all units, the variants in turned order (plain, speculative,
+speculative, plain), because two runs of the same differ by more than their prompts tell: one repeat gives no verdict.
+accept_length: 1 + correct drafts / verify steps, summed over requests first, as SGLang counts. A request's last step
+also counts drafts that were right *beyond* the stop token or --max-tokens; accept_length_in_answer leaves those out:
+training can predict it.
 """
 from __future__ import annotations
 
@@ -179,8 +180,10 @@ def measure(bench: Benchmark) -> None:
 
 
 def leave_out(bench: Benchmark, variant: str, error: Exception) -> None:
-    """Go on without a point of --sweep whose server does not start or dies; raises `error` for any other variant, and
-    where no point has been measured yet: then the cause is not the point."""
+    """Go on without a point of --sweep whose server does not start or dies.
+
+    Raises `error` for any other variant, and where no point has been measured yet: then the cause is not the point.
+    """
     if not bench.args.sweep or variant == "plain" or all(unit["variant"] == "plain" for unit in bench.measured.units):
         raise error
     log(f"note: {variant} is left out: {error}")

@@ -51,8 +51,10 @@ class UserError(Exception):
 
 
 def write_atomic(path: Path, data: bytes | str, like: Path) -> None:
-    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones. Its permissions are those
-    of `like`."""
+    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones.
+
+    Its permissions are those of `like`.
+    """
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(data.encode() if isinstance(data, str) else data)
     shutil.copymode(like, temporary)
@@ -73,8 +75,10 @@ def sha256(text: str) -> str:
 
 
 def insert(original: str, path: Path) -> str:
-    """`original` with the call in it, compiled once to be sure. Raises UserError where the anchor does not stand
-    exactly once."""
+    """`original` with the call in it, compiled once to be sure.
+
+    Raises UserError where the anchor does not stand exactly once.
+    """
     found = original.count(ANCHOR + AFTER)
     if found != 1:
         raise UserError(f"{path}: the place for the call stands there {found} times, expected once. "

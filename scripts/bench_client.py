@@ -1,5 +1,4 @@
-"""What does 05_benchmark.py's own client cost? Its tok/s beside that of SGLang's serving benchmark, in turns, on one
-running server.
+"""What does 05_benchmark.py's own client cost? Its tok/s beside those of SGLang's serving benchmark, in turns.
 
     python3 scripts/serve.py --config configs/quickstart-gpu.yaml --role speculative --log server.log    # another shell
     python3 scripts/bench_client.py --base-url http://127.0.0.1:30212 \\
@@ -7,13 +6,14 @@ running server.
     python3 scripts/bench_client.py --paced 14 \\
       --prompts configs/quickstart_prompts.jsonl --tokenizer scripts/tiny_kimi      # needs no server
 
-Both send the same prompts (05 as ids, SGLang's benchmark as their text), the same number in flight, answers of
---max-tokens tokens at temperature 0, and empty the radix cache first. The first round warms both up and is not counted.
-Needs a server with EAGLE3: 05 refuses another; the counts of speculation are part of what it reads.
+Both send the same prompts (05 as ids, SGLang's benchmark as their text) to one running server, the same number in
+flight, answers of --max-tokens tokens at temperature 0, and empty the radix cache first. The first round warms both
+up and is not counted. Needs a server with EAGLE3: 05 refuses another; the counts of speculation are part of what it
+reads.
 
---paced MS: a stand-in that sends every stream an event of two or three tokens each MS milliseconds, written beforehand
-in SGLang's form. A real server swings by more than a client costs; here what is missing to the known rate is the
-client's. It shares the machine with the client.
+--paced MS: a stand-in that sends every stream an event of two or three tokens each MS milliseconds, written
+beforehand in SGLang's form. A real server swings by more than a client costs; here what is missing to the known rate
+is the client's. It shares the machine with the client.
 """
 import argparse
 import asyncio

@@ -1,5 +1,5 @@
-"""What serving would accept: losses and accuracies of a drafter on held-out samples, and the walk of a greedy server
-over them.
+"""What serving would accept: a drafter's losses and accuracies on held-out samples, and a greedy server's walk over
+them.
 """
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def walk(right: np.ndarray, start: int, end: int, steps: int, first: int) -> lis
     """Correct drafts of each verify step of a greedy server over the response tokens [start, end) of one sample.
 
     right (K, rows): row i is position first + i. The target itself emits token `start`; a verify step after token p +
-    1 drafts x[p+2], x[p+3], ... """
+    1 drafts x[p+2], x[p+3], ...
+    """
     accepted, p = [], max(start, 1) - 1
     while p + 2 < end:
         k = 0
@@ -76,8 +77,9 @@ def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
 
 
 def predicted(histogram: list[int], walks: dict) -> dict:
-    """eagle3.json's `prediction`. histogram[n]: verify steps with n correct drafts; walks: {id: [verify steps,
-    correct drafts]}.
+    """eagle3.json's `prediction`.
+
+    histogram[n]: verify steps with n correct drafts; walks: {id: [verify steps, correct drafts]}.
     """
     verify, correct, steps = sum(histogram), sum(k * n for k, n in enumerate(histogram)), len(histogram) - 1
     by_position = [sum(histogram[j + 1:]) / max(1, verify) for j in range(steps)]

@@ -1,7 +1,8 @@
-"""Servers that answer, in four dialects: SGLang's /generate (ids in, ids out), and chat completions as SGLang and vLLM
-("openai"), Moonshot and OpenRouter speak them.
+"""Servers that answer, in four dialects.
 
-Whatever goes wrong with a request becomes one of four exceptions, and with it what happens next:
+SGLang's /generate (ids in, ids out), and chat completions as SGLang and vLLM ("openai"), Moonshot and OpenRouter
+speak them. Whatever goes wrong with a request becomes one of four exceptions, and with it what happens next:
+
     Drop       this sample cannot be used; the next one is asked
     Retry      this attempt failed; the sample is asked again, perhaps of another server
     Halt       the run ends, everything is kept (out of credit)

@@ -87,8 +87,9 @@ def wanted_rows(args: argparse.Namespace) -> list[dict]:
 
 
 def prompts_of_training(args: argparse.Namespace) -> None:
-    """--doctor without prompts: those of the samples that training's prediction is about; where training validated on
-    none (04's --val-ratio 0), some of those it was trained on.
+    """The prompts of --doctor without prompts: those of the samples that training's prediction is about.
+
+    Where training validated on none (04's --val-ratio 0): some of those that it was trained on.
     """
     args.prompts, args.ids = [args.run_dir / "responses"], args.ids or args.draft_path.parent / "val_ids.json"
     if not read_ids(args.ids):

@@ -45,10 +45,10 @@ class Shape:
         return self.kv_heads * self.head_dim
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """The trained tensors in the order in which a checkpoint's flat state holds them; `name.1` is the second
-        layer's.
+        """The trained tensors in the order in which a checkpoint's flat state holds them.
 
-        The embedding and the hidden half of q, k and v lie apart: the first can be applied once for all TTT steps.
+        `name.1` is the second layer's. The embedding and the hidden half of q, k and v lie apart: the first can be
+        applied once for all TTT steps.
         """
         h, q, kv = self.hidden, self.heads * self.head_dim, 2 * self.key_columns
         found = {"lm_head": (self.draft_vocab, h), "down": (h, self.intermediate),
@@ -60,8 +60,8 @@ class Shape:
         return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER}
 
     def flops(self, context: int, query: int, pairs: int, steps: int) -> float:
-        """Arithmetic that one forward and backward pass needs; pairs: (query, step-0 key) pairs. The yardstick of
-        MFU.
+        """Arithmetic that one forward and backward pass needs: the yardstick of MFU. pairs: (query, step-0 key)
+        pairs.
         """
         size = {name: math.prod(shape) for name, shape in self.weights().items()}
         layer = size["q_hidden"] + size["o"] + size["gate_up"] + size["down"]
@@ -75,8 +75,9 @@ class Shape:
 
 
 def layer_weights(shape: Shape, tensors: dict) -> list[dict]:
-    """Of each layer those of `tensors` that are its own, without the layer in their names; the first has also those of
-    the embedding.
+    """Of each layer those of `tensors` that are its own, without the layer in their names.
+
+    The first layer has also those of the embedding.
     """
     found = [{name: tensor for name, tensor in tensors.items() if "." not in name}]
     for layer in range(1, shape.layers):
@@ -233,8 +234,9 @@ def aux_norm_names(shape: Shape) -> list[str]:
 
 
 def exported_names(shape: Shape) -> set[str]:
-    """Every tensor of an exported drafter: SGLang drops unknown names in silence and leaves missing ones
-    uninitialised.
+    """Every tensor of an exported drafter.
+
+    SGLang drops unknown names in silence and leaves missing ones uninitialised.
     """
     parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
              "hidden_norm", "post_attention_layernorm"]
@@ -244,8 +246,10 @@ def exported_names(shape: Shape) -> set[str]:
 
 
 def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict:
-    """config.json for SGLang's LlamaForCausalLMEagle3. `eagle_config` is the only place where it looks for the layer ids,
-    and for `norm_before_fc`; `fc_norm` and `norm_output` it reads from the top.
+    """config.json for SGLang's LlamaForCausalLMEagle3.
+
+    `eagle_config` is the only place where it looks for the layer ids, and for `norm_before_fc`; `fc_norm` and
+    `norm_output` it reads from the top.
     """
     return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
             "num_hidden_layers": shape.layers,
@@ -285,8 +289,9 @@ def read_shape(config: dict) -> Shape:
 
 
 def served_from(shape: Shape) -> str:
-    """The first SGLang release whose LlamaForCausalLMEagle3 computes what this drafter was trained as (read in their
-    wheels); older ones ignore its keys in silence.
+    """The first SGLang release whose LlamaForCausalLMEagle3 computes what this drafter was trained as.
+
+    Read in their wheels; older ones ignore its keys in silence.
     """
     if shape.aux_norm == "all":
         return "0.5.17"

@@ -279,8 +279,11 @@ def check_release(url: str, version: str | None, draft_path: Path, provenance: d
 
 # ---- single calls to it ----
 def flush_cache(url: str, headers: dict) -> None:
-    """Empty the radix cache: else a level finds prompts of its warm-up and of the level before in it, and its time to
-    the first token is too good."""
+    """Empty the radix cache.
+
+    Else a level finds prompts of its warm-up and of the level before in it, and its time to the first token is too
+    good.
+    """
     try:
         call(f"{url}/flush_cache?timeout=30", headers, {})  # the last step of the warm-up may still run
     except NO_ANSWER as error:

@@ -253,8 +253,10 @@ class Extraction:
                 time.sleep(failures)
 
     def send(self, sample: Sample, ids: list[int], run: str) -> bool:
-        """Ask a server, wait for the file in `incoming/run`, put it in place; False when the server went away after its
-        answer. Raises Lost, Retry, Quarantined, UserError."""
+        """Ask a server, wait for the file in `incoming/run`, put it in place.
+
+        False when the server went away after its answer. Raises Lost, Retry, Quarantined, UserError.
+        """
         rid = f"eagle3:{run}:{sample.prompt_len}:{sample.tokens}:{sample.id}"
         body = json.dumps({"input_ids": ids, "rid": rid, "sampling_params": PREFILL}).encode()
         server = self.server()

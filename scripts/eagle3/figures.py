@@ -191,8 +191,10 @@ def speed_up(plain: list[dict], variant: list[dict]) -> dict:
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
-    """Index of the first token in which two answers differ; the shorter one's length if the other begins with it;
-    None if they are equal."""
+    """Index of the first token in which two answers differ; None if they are equal.
+
+    The shorter one's length if the other begins with it.
+    """
     if a == b:
         return None
     return next((index for index, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))

@@ -153,8 +153,10 @@ def target_sizes(path: Path | None) -> dict:
 
 
 def target_bytes(c: dict, folder: Path | None) -> tuple[float, str]:
-    """(bytes of the weights, how counted): MLA, dense and shared experts, embedding and head in bf16, routed experts
-    in INT4 where the config is quantised. Of a target without MLA: what its files take. Raises UserError.
+    """(bytes of the weights, how counted). Raises UserError.
+
+    MLA, dense and shared experts, embedding and head in bf16, routed experts in INT4 where the config is quantised.
+    Of a target without MLA: what its files take.
     """
     if "kv_lora_rank" not in c:
         files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,8 +1,10 @@
 """Marks in a text: structure of an answer that an API, or a data set, left standing among its words.
- A server without a parser for the target sends `reasoning</think>answer` as content; another leaves a tool section or
+
+A server without a parser for the target sends `reasoning</think>answer` as content; another leaves a tool section or
 the stop token in it. Encoded as they stand, such characters would be trained on as words, although the target emitted
 one token. Where only one reading is possible the marks are taken out and become the answer's fields; any other answer
-is dropped by name. A mark in the midst of a sentence ("write <|im_end|> to stop") is text and stays. """
+is dropped by name. A mark in the midst of a sentence ("write <|im_end|> to stop") is text and stays.
+"""
 from __future__ import annotations
 
 import re
@@ -26,7 +28,8 @@ class Marks:
 
     think: begin and end of reasoning, or nothing; tool: names of section begin, section end, call begin, argument
     begin, call end, or nothing; added: {every token of the tokenizer beside its pieces of text: is it marked
-    special}. """
+    special}.
+    """
 
     def __init__(self, stop: str, think: list[str], tool: list[str], added: dict[str, bool]):
         self.stop, self.think, self.tool = stop, tuple(think), tuple(tool)

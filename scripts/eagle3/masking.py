@@ -24,8 +24,11 @@ _hidden: set[str] = set()
 
 
 def is_secret(name: object) -> bool:
-    """Whether the flag, key or environment variable of this name holds a secret: api-key, HF_TOKEN,
-    AWS_SECRET_ACCESS_KEY; not max-total-tokens, stop-token, speculative-token-map, TOKENIZERS_PARALLELISM."""
+    """Whether the flag, key or environment variable of this name holds a secret.
+
+    api-key, HF_TOKEN and AWS_SECRET_ACCESS_KEY do; max-total-tokens, stop-token, speculative-token-map and
+    TOKENIZERS_PARALLELISM do not.
+    """
     words = [word for word in re.split(r"[-_.\s]+", str(name).lower()) if word and not word.isdigit()]
     if not words or words[-1] in NO_SECRET or len(words) > 1 and words[-2] in VOCABULARY:
         return False

@@ -1,7 +1,9 @@
 """How requests leave this machine: proxies, certificates, redirects, keys and open files.
- Whatever is wrong with them is said in one line before the first request. The variables are read here and not by
+
+Whatever is wrong with them is said in one line before the first request. The variables are read here and not by
 httpx, which stops with a traceback at an IPv6 network in NO_PROXY, a SOCKS proxy without its package, or a
-certificate file that is not there. """
+certificate file that is not there.
+"""
 from __future__ import annotations
 
 import importlib.util
@@ -48,8 +50,9 @@ def cause_of(error: BaseException) -> str:
 
 # ---- proxies ----
 def proxy_for(url: httpx.URL) -> str | None:
-    """The proxy that the environment names for this address: http(s)_proxy, all_proxy, less no_proxy. Raises
-    UserError.
+    """The proxy that the environment names for this address: http(s)_proxy, all_proxy, less no_proxy.
+
+    Raises UserError.
     """
     proxies = urllib.request.getproxies_environment()
     kind = next((kind for kind in (url.scheme, "all") if proxies.get(kind)), None)
@@ -169,8 +172,9 @@ def read_key(variable: str | None) -> str | None:
 
 
 def ensure_open_files(concurrency: int, servers: int) -> None:
-    """Room for so many connections to each server. Raises the soft limit as far as the hard one lets it, or
-    UserError.
+    """Room for so many connections to each server.
+
+    Raises the soft limit as far as the hard one lets it, or UserError.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = concurrency * servers + SPARE_FILES

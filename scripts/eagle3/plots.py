@@ -29,8 +29,11 @@ def no_plots() -> str | None:
 
 
 def draw_plots(report: dict, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Draws speed_up.png, acceptance.png (by draft position), groups.png (by source and context): the names of those
-    that had something to show, and {name: why} of those that failed: a report does not hang on its pictures."""
+    """Draws speed_up.png, acceptance.png (by draft position), groups.png (by source and context).
+
+    Returns the names of those that had something to show, and {name: why} of those that failed: a report does not
+    hang on its pictures.
+    """
     drawn, failed = [], {}
     for name, draw in PLOTS.items():
         try:

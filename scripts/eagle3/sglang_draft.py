@@ -125,7 +125,9 @@ class Loaded:
 
 
 def loaded(shapes: dict[str, list[int]], config: dict, version: str | None = None) -> Loaded:
-    """shapes: of the folder's tensors; version: the server's (None: the newest). Raises KeyError, TypeError, UserError.
+    """shapes: of the folder's tensors; version: the server's (None: the newest).
+
+    Raises KeyError, TypeError, UserError.
     """
     numbers = version_numbers(version) if version else NEWEST
     names = {name: parameter_of(name, numbers) for name in shapes}

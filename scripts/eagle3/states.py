@@ -100,8 +100,10 @@ class StateFile:
         return getattr(torch, DTYPES[self.header[name]["dtype"]][0])
 
     def read_into(self, name: str, tensor, row: int = 0) -> None:
-        """Fill a contiguous CPU tensor from the rows `row`, row + 1, ... of `name`: no copy besides the kernel's, and
-        other threads run meanwhile."""
+        """Fill a contiguous CPU tensor from the rows `row`, row + 1, ... of `name`.
+
+        No copy besides the kernel's, and other threads run meanwhile.
+        """
         if not tensor.numel():
             return
         view = memoryview(tensor.view(-1).view(torch_uint8()).numpy())
