@@ -334,8 +334,7 @@ def finish(folder: Path, dropped: dict[str, dict], about: dict, cost: dict, acco
 
 
 def lost_marks(row: dict, unmarked: set[str] | None, lost: set[str]) -> tuple[str, str] | None:
-    """(reason, detail) where a row is to be left out because its server leaves marks of reasoning in the text; else
-    None.
+    """(reason, detail) where a row is to be left out: its server leaves marks of reasoning in the text; else None.
 
     Here none stood, so nobody can tell reasoning from answer; or the row followed on such a one. lost: prompts of
     such rows so far.

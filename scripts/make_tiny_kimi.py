@@ -219,8 +219,7 @@ def write_static_files(folder: Path, tokenizer) -> None:
 
 
 def write_weights(model, folder: Path) -> tuple:
-    """model.safetensors with the hub's names. Returns a model read back from it, and the largest difference of its
-    logits.
+    """model.safetensors with the hub's names -> (a model read back from it, the largest difference of its logits).
 
     It is read into an untouched DeepseekV3ForCausalLM: logits must be equal.
     """

@@ -299,10 +299,9 @@ def check_tensors(target: Target, found: Findings) -> None:
 
 
 def check_tokenizer(run_file: dict, found: Findings, config: dict) -> None:
-    """Special tokens are one id each, the template writes Kimi's turns in both modes, generation ends where a turn
-    does.
+    """Special tokens are one id each, turns are Kimi's in both modes, and generation ends where a turn does.
 
-    In its vocabulary these are Kimi-K2.5's own ids.
+    In Kimi-K2.5's vocabulary the ids are its own.
     """
     folder = Path(str(run_file["generate"].get("tokenizer") or run_file["target"]))
     trust = bool(run_file["generate"].get("trust-remote-code"))

@@ -1,6 +1,4 @@
-"""What serving would accept: a drafter's losses and accuracies on held-out samples, and a greedy server's walk over
-them.
-"""
+"""What serving would accept: losses and accuracies on held-out samples, and the walk of a greedy server over them."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -158,8 +158,9 @@ class Session:
             self.halt = self.halt or error
 
     async def converse(self, prompt: Prompt, fates: list[str]) -> None:
-        """All turns of one prompt in order; those on the disk are read, not asked. What became of each goes to
-        `fates`.
+        """All turns of one prompt in order; those on the disk are read, not asked.
+
+        What became of each goes to `fates`.
         """
         ids = [f"{prompt.id}-t{turn}" for turn in range(len(prompt.turns))]
         if all(map(self.store.knows, ids)):

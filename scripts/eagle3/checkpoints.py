@@ -230,8 +230,9 @@ def load_checkpoint(folder: Path, trainer) -> dict:
 
 
 def set_aside(found: Found) -> None:
-    """Damaged checkpoints become checkpoint-<step>.damaged, are looked at no more, and stay until someone removes
-    them.
+    """Damaged checkpoints become checkpoint-<step>.damaged.
+
+    They are looked at no more, and stay until someone removes them.
     """
     for folder in found.damaged:
         aside = folder.with_name(folder.name + ".damaged")

@@ -60,8 +60,9 @@ class Shape:
         return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER}
 
     def flops(self, context: int, query: int, pairs: int, steps: int) -> float:
-        """Arithmetic that one forward and backward pass needs: the yardstick of MFU. pairs: (query, step-0 key)
-        pairs.
+        """Arithmetic of one forward and backward pass: the yardstick of MFU.
+
+        pairs: (query, step-0 key) pairs.
         """
         size = {name: math.prod(shape) for name, shape in self.weights().items()}
         layer = size["q_hidden"] + size["o"] + size["gate_up"] + size["down"]

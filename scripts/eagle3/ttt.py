@@ -1,5 +1,4 @@
-"""Training-time test (TTT; EAGLE-3, arXiv 2503.01840) in plain autograd: the definition of what a drafter is trained
-on.
+"""Training-time test (TTT; EAGLE-3, arXiv 2503.01840) in plain autograd: the definition of how a drafter is trained.
 
 Step k of the draft is trained on its own hidden state of step k-1, as in serving. Step k at position p: token
 x[p+1+k], hidden h'_{k-1}[p] (step 0: fc of the target's aux states), RoPE position p+k; it sees the step-0 keys of
@@ -7,8 +6,7 @@ positions <= p of its sample and its own position's keys of steps 1..k (the diag
 target is softmax(lm_head_target(last[p+1+k])) over the draft vocabulary, and it counts where token p+2+k is a
 response token.
 
-It runs anywhere, in float32 and float64 too. `fused.py` computes the same faster on a GPU and is held to this by
-tests.
+It runs anywhere, in float32 and float64 too. `fused.py` computes the same faster on a GPU; tests hold it to this.
 
 Shapes: C context rows (positions of the packed samples), R query rows (those that carry loss in some step: the tail
 of each sample), H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D, K TTT steps, Vd draft vocabulary.
