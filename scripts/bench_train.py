@@ -108,8 +108,8 @@ def make_drafter(shape, device, dtype):
 
 def make_trainer(shape, device, dtype, optimizer):
     return Trainer(make_drafter(shape, device, dtype), SimpleNamespace(
-        optimizer=optimizer, ema=0, step_weights=[0.8 ** k for k in range(8)], loss="ce", max_grad_norm=1.0, beta1=0.9, beta2=0.95,
-        weight_decay=0.0))
+        optimizer=optimizer, ema=0, step_weights=[0.8 ** k for k in range(8)], loss="ce", max_grad_norm=1.0, beta1=0.9,
+        beta2=0.95, weight_decay=0.0))
 
 
 class Clock:

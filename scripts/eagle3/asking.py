@@ -220,7 +220,8 @@ class Session:
             if self.fruitless.total() >= FRUITLESS:
                 urls = ", ".join(server.url for server in self.servers)
                 raise UserError(f"{urls} refuses every request or answers it uselessly: {dict(self.fruitless)}; the "
-                                f"last: {row['reason']}: {row['detail']}. Check --model, --max-tokens, --thinking and --api.")
+                                f"last: {row['reason']}: {row['detail']}. Check --model, --max-tokens, --thinking and "
+                                "--api.")
 
     async def turn(self, question: Question, given: dict | None,
                    ended: str | None) -> tuple[dict | None, Amount | None]:

@@ -179,8 +179,8 @@ class Drafter:
             named |= zip(names, source["aux_norm"].chunk(len(names)))
         for prefix, w in zip(layer_prefixes(self.shape), layer_weights(self.shape, source.views)):
             # The input of the first layer's q, k and v is [embedding, hidden]
-            q, kv = (torch.cat([w[f"{part}_embed"], w[f"{part}_hidden"]], 1) if f"{part}_embed" in w else w[f"{part}_hidden"]
-                     for part in ("q", "kv"))
+            halves = ([w[name] for name in (f"{part}_embed", f"{part}_hidden") if name in w] for part in ("q", "kv"))
+            q, kv = (torch.cat(half, 1) for half in halves)
             gate, up = w["gate_up"].chunk(2)
             parts = {"self_attn.q_proj": q, "self_attn.k_proj": kv[:keys], "self_attn.v_proj": kv[keys:],
                      "self_attn.o_proj": w["o"], "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": w["down"],
@@ -282,7 +282,8 @@ def aux_norm_of(kind) -> str:
 
 def read_shape(config: dict) -> Shape:
     """The Shape that `draft_config` wrote down."""
-    kind, ids = kind_of(config), (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    kind = kind_of(config)
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"],
                  config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"], config["rms_norm_eps"],
                  config["rope_theta"], config["max_position_embeddings"], kind["draft_layers"], len(ids or range(3)),

@@ -62,7 +62,8 @@ class Trainer:
         master, weights = draft.master.flat, draft.shape.weights()
         self.ttt = choose_pass(draft)
         self.grads = Gradients(weights, draft.dtype, master.device)
-        self.optimizer = {"adamw": AdamW, "muon": Muon}[args.optimizer](draft, (args.beta1, args.beta2), args.weight_decay)
+        optimizer = {"adamw": AdamW, "muon": Muon}[args.optimizer]
+        self.optimizer = optimizer(draft, (args.beta1, args.beta2), args.weight_decay)
         self.average = NamedTensors(weights, master.dtype, master.device) if args.ema else draft.master
         self.average.flat.copy_(master)
         self.grad_norm = master.new_zeros(())  # of the last step, before clipping; on the device
