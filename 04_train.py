@@ -52,20 +52,19 @@ from eagle3 import train_flags  # noqa: E402
 from eagle3.acceptance import evaluate  # noqa: E402
 from eagle3.batches import add_noise  # noqa: E402
 from eagle3.checked import NO_LOSS, forget  # noqa: E402
-from eagle3.checkpoints import (begun, check_room, load_checkpoint, newest_good, repair,  # noqa: E402
-                                restore_best, save_checkpoint, set_aside, write_val_ids, writing)
+from eagle3.checkpoints import begun, repair, writing  # noqa: E402
 from eagle3.drafter import Drafter  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
+from eagle3.keeper import Keeper, stop_if_not_finite  # noqa: E402
 from eagle3.loader import Reader, feed  # noqa: E402
-from eagle3.metrics import Metrics, Window, gpu_use, listed, step_metrics  # noqa: E402
+from eagle3.metrics import Window, gpu_use, listed, step_metrics  # noqa: E402
 from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ranks, join_processes, meet,  # noqa: E402
                               together)
 from eagle3.recipe import recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.sources import read_sources  # noqa: E402
-from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, run, write_atomic,  # noqa: E402
-                          write_manifest)
+from eagle3.stage import UserError, bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
 from eagle3.trainer import HostCopy, Trainer, learning_rate, loss_weights  # noqa: E402
 from eagle3.training_plot import plot  # noqa: E402
 
@@ -92,40 +91,19 @@ class Training:
         self.warmup = math.ceil(args.warmup_ratio * self.total)
         self.saves = {*plan.epoch_ends, self.total, *range(0, self.total, args.save_every or self.total)}
         self.window, self.pending, self.leaving = Window(self.K), None, Leaving(process)
-        self.left_out = Counter()  # {id: times} that this rank could not read it
-        self.resume()
-        self.evaluations = {*self.saves, *range(0, self.total, args.eval_every or self.total)}
-
-    def resume(self) -> None:
-        """Go on from the newest good checkpoint, if there is one. Raises UserError."""
-        process, trainer, output, state = self.process, self.trainer, self.output, {}
-        found = all_ranks(newest_good(output, trainer.tensors()) if process.rank == 0 else None, process)[0]
-        if found.damaged:
-            process.say(f"{found}: going on from the one before, {found.folder}")
-        if found.folder:
-            state = load_checkpoint(found.folder, trainer)
-            process.say(f"resume {found.folder}")
-        self.done = self.saved = trainer.step
-        self.unread, cut_short = Counter(state.get("unread", {})), state.get("cut_short", {})
-        self.unended = bool(cut_short) and not cut_short["ended"]
+        self.keeper = Keeper(args, process, inputs, trainer)
+        self.done, cut_short = trainer.step, self.keeper.state.get("cut_short")
+        self.unended = bool(cut_short) and not cut_short["ended"]  # whether what is due after that step is still to do
         if cut_short:
             trainer.grad_norm.fill_(cut_short["grad_norm"])
             for kept in cut_short["windows"][process.rank::process.world]:
                 self.window.take_up(kept, process.device)
-        if self.follow:
-            self.follow.stopped = lambda: self.leaving.heard
-            self.saves |= self.follow.begin(self.done, state.get("seen"), str(found))
-        meet(process, LOOP)
-        best = None
-        if process.rank == 0:
-            check_room(self.args, trainer, sum(step > self.done for step in self.saves))
-            set_aside(found)
-            with writing(output):
-                self.metrics = Metrics(output, self.done - self.unended, self.args.tensorboard)
-                if not self.lands_last:
-                    write_val_ids(output, self.plan.val)
-                best = restore_best(output, state.get("best"))
-        self.best = all_ranks(best, process)[0]  # {"step", "accept_length"}
+        if follow:
+            follow.stopped = lambda: self.leaving.heard
+            self.saves |= follow.begin(self.done, self.keeper.state.get("seen"), self.keeper.damaged)
+        self.evaluations = {*self.saves, *range(0, self.total, args.eval_every or self.total)}
+        to_come = sum(self.done < step <= self.total for step in self.saves)
+        self.best = self.keeper.open(to_come, self.done - self.unended, None if self.lands_last else plan.val)
 
     def train(self) -> None:
         """All steps that are left."""
@@ -174,15 +152,15 @@ class Training:
         """A SIGTERM was heard: save what there is after `step`, and go. ended: what is due after it is done, too. The
         run that goes on from here ends in the bytes of one that was not disturbed.
         """
-        if self.trainer.step > self.saved:
+        if self.trainer.step > self.keeper.saved:
             if self.pending:
                 stop_if_not_finite(*self.pending)
             windows = [kept for kept in all_ranks(self.window.kept(), self.process) if kept]
             state = {"cut_short": {"ended": ended, "windows": windows, "grad_norm": float(self.trainer.grad_norm)}}
             if self.follow:
                 state["seen"] = self.follow.gather()
-            self.save(self.best, None, self.follow.agreement() if self.follow else self.plan.agreement, state)
-        kept = f"checkpoint-{self.saved} is on the disk" if self.saved else "nothing was trained yet"
+            self.save(None, self.follow.agreement() if self.follow else self.plan.agreement, state)
+        kept = f"checkpoint-{self.keeper.saved} is on the disk" if self.keeper.saved else "nothing was trained yet"
         self.process.say(f"terminated after step {step}: {kept}. The same command goes on from here")
         if self.process.world > 1:
             dist.destroy_process_group()
@@ -206,7 +184,7 @@ class Training:
             self.window.waited += waited
             for sample in loaded.left_out:
                 self.window.missing += sample.counts(self.K)
-                self.left_out[sample.id] += 1
+                self.keeper.left_out[sample.id] += 1
             if loaded.batch:
                 self.window.flops += loaded.batch.flops(shape, self.K)
                 if args.noise_std:
@@ -244,7 +222,7 @@ class Training:
         metrics |= {"loss": sum(weight * (metrics[f"loss_{k}"] or 0) for k, weight in enumerate(loss_weights(args))),
                     "accept_length": 1 + sum(metrics[f"full_acc_{k}"] or 0 for k in range(args.num_draft_steps)),
                     "lr": lr, "grad_norm": float(grad_norm), "epoch": epoch}
-        self.record({"step": step, **metrics})
+        self.keeper.record({"step": step, **metrics})
         seconds = time.monotonic() - window.begun
         left = (time.monotonic() - self.started) / max(1, step - self.done) * (self.total - step)
         gpu = gpu_use(window.flops / seconds, self.process.device)
@@ -254,11 +232,6 @@ class Training:
             f"cond_acc {listed(metrics, 'cond_acc', K, 2)} | accept_length {metrics['accept_length']:.2f} | "
             f"lr {lr:.2e} | grad_norm {metrics['grad_norm']:.3g} | {window.tokens / seconds:,.0f} tok/s{gpu} | "
             f"data wait {window.waited / seconds:.0%} | eta {duration(left)}")
-
-    def record(self, row: dict) -> None:
-        if self.process.rank == 0:
-            with writing(self.output):
-                self.metrics.add(row)
 
     def validate_and_save(self, step: int) -> None:
         """Evaluate, write checkpoint-<step> and, if of all checkpoints it predicts the longest accept_length so far,
@@ -273,7 +246,7 @@ class Training:
         if prediction:
             if not self.best or prediction["accept_length"] > self.best["accept_length"]:
                 self.best = {"step": step, "accept_length": prediction["accept_length"]}
-        self.save(self.best, prediction, agreement, state)
+        self.save(prediction, agreement, state)
         if self.follow and step < self.total:
             self.follow.release(step)
 
@@ -287,9 +260,7 @@ class Training:
             self.inputs.hashes["hidden_states"] = self.follow.finish()
         if step == self.total and self.lands_last:
             val = self.follow.validation()
-            if self.process.rank == 0:
-                with writing(self.output):
-                    write_val_ids(self.output, val)
+            self.keeper.name_validation(val)
         state = {"seen": self.follow.gather()}
         return val, self.follow.agreement(), state
 
@@ -302,9 +273,9 @@ class Training:
         found, prediction, K = evaluation.metrics, evaluation.prediction, self.K
         if not all(math.isfinite(value) for value in found.values() if value is not None):
             self.stop_after(step, "validation loss is not finite")
-        self.record({"step": step, **{f"val_{key}": value for key, value in found.items()}})
+        self.keeper.record({"step": step, **{f"val_{key}": value for key, value in found.items()}})
         if self.process.rank == 0:
-            plot(self.metrics.rows, self.output / "training.png")
+            plot(self.keeper.metrics.rows, self.output / "training.png")
         positions = " ".join(f"{share:.3f}" for share in prediction["accept_by_position"])
         self.process.say(f"validation step {step}/{self.total} | loss_k {listed(found, 'loss', K)} | "
                          f"full_acc {listed(found, 'full_acc', K)} | cond_acc {listed(found, 'cond_acc', K)} | "
@@ -313,31 +284,19 @@ class Training:
 
     def stop_after(self, step: int, what: str) -> NoReturn:
         """The weights went wrong in this very step or since the last look, after losses that were finite."""
-        kept = f"checkpoint-{self.saved} is untouched" if self.saved else "there is no checkpoint yet"
+        kept = f"checkpoint-{self.keeper.saved} is untouched" if self.keeper.saved else "there is no checkpoint yet"
         remedy = "Lower --lr in another --output-dir"
         if self.follow and self.follow.released:
             remedy = ("No sample was released since. If the same command ends here again, begin both stages in new "
-                      f"folders, with a lower --lr; --finetune-from {self.output}/checkpoint-{self.saved} keeps what "
-                      "it has learnt")
+                      f"folders, with a lower --lr; --finetune-from {self.output}/checkpoint-{self.keeper.saved} keeps "
+                      "what it has learnt")
         self.process.say(f"{what} after step {step}: stopped, {kept}. {remedy}")
         sys.exit(1)
 
-    def save(self, best: dict | None, prediction: dict | None, agreement: float, state: dict) -> None:
-        """Write a checkpoint of what is finite."""
-        spoilt = sorted({name for names in all_ranks(self.trainer.not_finite(), self.process) for name in names})
-        if spoilt:
+    def save(self, prediction: dict | None, agreement: float, state: dict) -> None:
+        if spoilt := self.keeper.spoilt():
             self.stop_after(self.trainer.step, f"not finite: {', '.join(spoilt)},")
-        if unread := self.count_unread():
-            state = state | {"unread": unread}
-        if self.process.rank == 0:
-            provenance = self.inputs.provenance(self.args, self.trainer.step, prediction, agreement)
-            save_checkpoint(self.args, self.trainer, self.inputs, provenance, {"best": best, **state})
-        meet(self.process, SAVING)
-        self.saved = self.trainer.step
-
-    def count_unread(self) -> dict[str, int]:
-        """{id: times} that a sample could not be read, by all ranks."""
-        return dict(sorted(sum(all_ranks(self.left_out, self.process), self.unread.copy()).items()))
+        self.keeper.save(self.best, prediction, agreement, state)
 
     def finish(self, config: dict, versions: dict) -> None:
         """The plot and, last, the manifest."""
@@ -351,9 +310,9 @@ class Training:
             val = [sample for sample in val if sample.id not in problems] if self.lands_last else val
             reasons = [*problems.values(), *[NO_LOSS] * (len(plan.rows) - len(plan.planned))]
             dropped = dict(sorted(Counter(reasons).items()))
-        unread = sum(self.count_unread().values())
+        unread = sum(self.keeper.count_unread().values())
         if self.process.rank == 0:
-            plot(self.metrics.rows, self.output / "training.png")
+            plot(self.keeper.metrics.rows, self.output / "training.png")
             kept += val if self.args.val_data_dir else []
             counts = {"kept": len(kept), "dropped": dropped, "train": len(plan.train), "validation": len(val),
                       "truncated": sum(sample.truncated for sample in kept), "steps": self.total}
@@ -368,15 +327,6 @@ class Training:
         length = self.best["accept_length"]
         self.process.say(f"best step {self.best['step']} | " + ("the last one: no validation samples" if length is None
                                                                else f"accept_length {length:.3f}"))
-
-
-def stop_if_not_finite(step: int, sums: HostCopy, path: Path, samples: list) -> None:
-    if not torch.isfinite(sums.read()).all():
-        batch = {"step": step, "samples": [str(sample.path) for sample in samples]}
-        write_atomic(path, json.dumps(batch, indent=1) + "\n")
-        log(f"loss is not finite in step {step}: stopped; the batch is named in {path}, the last checkpoint is "
-            "untouched. Look at its samples, or lower --lr in another --output-dir")
-        sys.exit(1)
 
 
 # ---- main ----

@@ -1,0 +1,100 @@
+"""What a training run keeps on the disk as it goes, and what it goes on from: checkpoints, best/, metrics.jsonl.
+
+state.json of a checkpoint: {"step", "best": {"step", "accept_length"} or null} and, where there is something to say,
+    "seen"       what --follow has found up to here
+    "unread"     {id: times} that a sample could not be read
+    "cut_short"  it was saved because of a SIGTERM, in the middle of what follows a step: {"ended": whether that step's
+                 log line, evaluation and checkpoint were done, "windows": of each rank since the last log line,
+                 "grad_norm"}
+"""
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from eagle3.checkpoints import (check_room, load_checkpoint, newest_good, restore_best, save_checkpoint, set_aside,
+                                write_val_ids, writing)
+from eagle3.metrics import Metrics
+from eagle3.processes import SAVING, Process, all_ranks, meet
+from eagle3.stage import log, write_atomic
+from eagle3.trainer import HostCopy
+
+
+class Keeper:
+    """Of all ranks; only the first one writes.
+
+    state: of the checkpoint that the run goes on from, {} at the start; saved: its step, then that of the last one
+    written; damaged: what is wrong with later ones, if anything; left_out: {id: times} that this rank could not read
+    it, since then.
+    """
+
+    def __init__(self, args, process: Process, inputs, trainer):
+        """Fills the trainer from the newest good checkpoint, if there is one. Raises UserError."""
+        self.args, self.process, self.inputs, self.trainer = args, process, inputs, trainer
+        found = newest_good(args.output_dir, trainer.tensors()) if process.rank == 0 else None
+        self.found, self.state = all_ranks(found, process)[0], {}
+        self.damaged = str(self.found)
+        if self.damaged:
+            process.say(f"{self.damaged}: going on from the one before, {self.found.folder}")
+        if self.found.folder:
+            self.state = load_checkpoint(self.found.folder, trainer)
+            process.say(f"resume {self.found.folder}")
+        self.saved, self.left_out = trainer.step, Counter()
+        self.unread = Counter(self.state.get("unread", {}))  # by all ranks, up to that checkpoint
+
+    def open(self, saves: int, last_row: int, val: list | None) -> dict | None:
+        """Before the first step: room for the checkpoints to come (so many), metrics.jsonl up to the step `last_row`,
+        val_ids.json (None: later), best/. Returns what is best so far. Raises UserError.
+        """
+        best, output = None, self.args.output_dir
+        if self.process.rank == 0:
+            check_room(self.args, self.trainer, saves)
+            set_aside(self.found)
+            with writing(output):
+                self.metrics = Metrics(output, last_row, self.args.tensorboard)
+                best = restore_best(output, self.state.get("best"))
+        if val is not None:
+            self.name_validation(val)
+        return all_ranks(best, self.process)[0]
+
+    def name_validation(self, val: list) -> None:
+        if self.process.rank == 0:
+            with writing(self.args.output_dir):
+                write_val_ids(self.args.output_dir, val)
+
+    def record(self, row: dict) -> None:
+        """A row of metrics.jsonl."""
+        if self.process.rank == 0:
+            with writing(self.args.output_dir):
+                self.metrics.add(row)
+
+    def spoilt(self) -> list[str]:
+        """What must not be saved: what on any rank is not finite."""
+        return sorted({name for names in all_ranks(self.trainer.not_finite(), self.process) for name in names})
+
+    def save(self, best: dict | None, prediction: dict | None, agreement: float, state: dict) -> None:
+        """Write checkpoint-<step> of the trainer as it is. Raises UserError where the disk does not take it."""
+        if unread := self.count_unread():
+            state = state | {"unread": unread}
+        if self.process.rank == 0:
+            provenance = self.inputs.provenance(self.args, self.trainer.step, prediction, agreement)
+            save_checkpoint(self.args, self.trainer, self.inputs, provenance, {"best": best, **state})
+        meet(self.process, SAVING)
+        self.saved = self.trainer.step
+
+    def count_unread(self) -> dict[str, int]:
+        """{id: times} that a sample could not be read, by all ranks."""
+        return dict(sorted(sum(all_ranks(self.left_out, self.process), self.unread.copy()).items()))
+
+
+def stop_if_not_finite(step: int, sums: HostCopy, path: Path, samples: list) -> None:
+    if not torch.isfinite(sums.read()).all():
+        batch = {"step": step, "samples": [str(sample.path) for sample in samples]}
+        write_atomic(path, json.dumps(batch, indent=1) + "\n")
+        log(f"loss is not finite in step {step}: stopped; the batch is named in {path}, the last checkpoint is "
+            "untouched. Look at its samples, or lower --lr in another --output-dir")
+        sys.exit(1)
