@@ -463,3 +463,349 @@ def test_a_prompt_file_that_changes_or_is_no_file(tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "longer than it was"}\n')
     with pytest.raises(UserError, match="changed while it was read"):
         source[1]
+
+
+# ---- refusals ----
+def error(status, message="no", **more):
+    return Reply({"error": {"code": status, "message": message, **more}}, status)
+
+
+@pytest.mark.parametrize("status", [400, 404, 405, 413, 422])
+def test_one_refused_request_is_one_dropped_sample(status, tmp_path, capsys):
+    """A route that lacks tools, say: also when it comes first, at every repeat, and behind a busy server."""
+    answer = lambda body, nth: error(status, "no tools here") if asked(body) in ("question 0", "question 3") else THOUGHT
+    with ApiServer(answer) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 6), tmp_path / "out", "--concurrency", 1)
+        code, out, _ = run_here(argv, capsys)
+        assert code == 0 and dropped_of(tmp_path / "out") == dict.fromkeys(("p0-t0", "p3-t0"), f"http_{status}")
+        assert len(rows_of(tmp_path / "out")) == 4 and set(api.asked.values()) == {1}
+        assert f"dropped p0-t0: http_{status}: no tools here" in out
+        assert "complete already" in run_here(argv, capsys)[1]
+
+
+def test_twenty_refusals_from_the_first_request_on_end_the_run(tmp_path, capsys):
+    """Their reasons may differ; answers that are of no use count too, and one good answer ends the count."""
+    kinds = [error(400, "bad field"), error(404, "no route"), error(422, "odd"), Reply(chat("", completion_tokens=0))]
+    bad = lambda body: kinds[int(asked(body).split()[1]) % 4]
+    with ApiServer(lambda body, nth: bad(body)) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 60), tmp_path / "out")
+        code, out, err = run_here(argv, capsys)
+        assert code == 2 and sum(api.asked.values()) <= 24 and len(err.splitlines()) == 1
+        assert "refuses every request" in err and "http_404" in err and "empty" in err
+        assert "bad field" in out and "no route" in out
+    good = lambda body, nth: THOUGHT if asked(body) == "question 10" else bad(body)
+    with ApiServer(good) as api:
+        code, *_ = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 60), tmp_path / "one", "--concurrency", 1), capsys)
+        assert code == 0 and sum(api.asked.values()) == 60 and set(rows_of(tmp_path / "one")) == {"p10-t0"}
+
+
+def test_the_server_s_own_words_reach_the_user(tmp_path, capsys):
+    """Also when the run fails, where few were refused; what was not paid for is tried again by the same command."""
+    words = ["context length is 4096", "unknown field top_p", "wie bitte? ü"]
+    answers = [lambda i: error(400, words[i]), lambda i: Reply({"detail": words[i]}, 400), lambda i: Reply(words[i], 400),
+               lambda i: Reply({"message": words[i], "object": "error"}, 400),
+               lambda i: error(400, "Provider returned error", metadata={"raw": words[i]})]
+    for which, form in enumerate(answers):
+        folder = tmp_path / str(which)
+        with ApiServer(lambda body, nth: form(int(asked(body).split()[1]))) as api:
+            argv = flags(api.url, prompts(tmp_path / "p.jsonl", 3), folder)
+            code, out, err = run_here(argv, capsys)
+            assert code == 2 and "not one answer was kept" in err and words[0] in err and len(err.splitlines()) == 1
+            rows = [json.loads(line) for line in (folder / "dropped.jsonl").read_text().splitlines()]
+            assert all(word in out and any(word in row["detail"] for row in rows) for word in map(
+                lambda word: word if which not in (1,) else json.dumps(word)[1:-1], words))
+            assert run_here(argv, capsys)[0] == 2 and set(api.asked.values()) == {2}
+        with ApiServer(thoughtful) as api:  # mended, in the same folder, with another wish
+            code, *_ = run_here(flags(api.url, tmp_path / "p.jsonl", folder, "--temperature", 0.5), capsys)
+            assert code == 0 and len(rows_of(folder)) == 3 and dropped_of(folder) == {}
+
+
+def test_words_of_refusals_after_a_failure_in_the_middle(tmp_path, capsys):
+    def answer(body, nth):
+        number = int(asked(body).split()[1])
+        return error(402, "no money") if number == 5 else error(400, "too long") if number == 2 else THOUGHT
+    with ApiServer(answer) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 9), tmp_path / "out", "--concurrency", 1)
+        code, out, err = run_here(argv, capsys)
+        assert code == 1 and "no money" in err
+        row, = map(json.loads, (tmp_path / "out/dropped.jsonl").read_text().splitlines())
+        assert (row["id"], row["reason"], row["detail"], row["again"]) == ("p2-t0", "http_400", "too long", True)
+        assert "source 0:p: 6 of 9 rows read = 4 kept + 1 dropped + 0 set aside + 1 not answered" in out
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, [1], 5, True])
+def test_call_arguments_that_are_no_text_are_paid_once(arguments, tmp_path, capsys):
+    call = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    answer = lambda body, nth: THOUGHT if asked(body) == "question 0" else Reply(chat(None, tool_calls=call, reasoning="r"))
+    with ApiServer(answer) as api:
+        assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out"), capsys)[0] == 0
+    assert dropped_of(tmp_path / "out") == {"p1-t0": "bad_tool_calls"} and set(api.asked.values()) == {1}
+
+
+@pytest.mark.parametrize("calls", [["f"], [{}], [None], "f", {"name": "f"}, [{"function": "f"}],
+                                   [{"function": {"name": None, "arguments": "{}"}}]])
+def test_malformed_calls_are_dropped(calls):
+    with pytest.raises(Drop, match="bad_tool_calls"):
+        read_chat(chat("x", tool_calls=calls), "openai")
+
+
+def test_a_function_call_of_the_older_form(tokens):
+    text, answer = settled(tokens, True, None, reasoning="r", function_call=ADD[0]["function"])
+    assert text == f"r</think>{CALL}<|im_end|>" and answer.flags == ["tool_id_rebuilt", "ids_not_compared"]
+
+
+@pytest.mark.parametrize("body, kind, after", [
+    ({"error": {"code": "²", "message": "x"}}, "http_500", None), ({"error": "words"}, "http_500", None),
+    ({"error": {"code": "rate_limit_exceeded"}}, "http_429", None), ({"error": ["x"]}, "http_500", None),
+    ({"error": {"code": 1301, "message": "x"}}, "http_500", None), ("[" * 100_000, "bad_json", None)])
+def test_errors_in_a_200_that_are_tried_again(body, kind, after, tmp_path, capsys):
+    body = body if isinstance(body, str) else json.dumps(body)
+    with ApiServer(lambda _, nth: THOUGHT if nth else Reply(body)) as api:
+        code, out, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out"), capsys)
+    assert code == 0 and f"errors {kind} 1" in out and set(api.asked.values()) == {2}, err
+
+
+@pytest.mark.parametrize("body, status, code, says", [
+    ({"error": {"code": "insufficient_quota", "message": "pay"}}, 429, 1, "out of credit"),
+    ({"error": {"type": "insufficient_quota", "message": "pay"}}, 200, 1, "out of credit"),
+    ({"error": {"code": "invalid_api_key", "message": "who"}}, 200, 2, "refused the key"),
+    ({"error": {"type": "invalid_request_error", "message": "bad"}}, 200, 2, "http_400"),
+    ({"error": {"code": "context_length_exceeded", "message": "bad"}}, 200, 2, "http_400")])
+def test_errors_by_name_are_not_waited_out(body, status, code, says, tmp_path, capsys):
+    with ApiServer(lambda _, nth: Reply(body, status)) as api:
+        got, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out"), capsys)
+    assert got == code and says in err and set(api.asked.values()) == {1}
+
+
+@pytest.mark.parametrize("usage", [{"completion_tokens": float("nan"), "cost": float("nan")}, {"completion_tokens": True},
+                                   {"completion_tokens": -4, "cost": -1}, {"completion_tokens": 1e300, "cost": float("inf")},
+                                   {"completion_tokens": "four"}, []])
+def test_usage_that_cannot_be_is_no_usage(usage, tmp_path, capsys):
+    body = {**chat("fine", reasoning="r"), "usage": usage}
+    with ApiServer(lambda _, nth: Reply(body)) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "out", "--max-tokens-total", 100_000)
+        assert run_here(argv, capsys)[0] == 0
+    assert all("ids_not_compared" in row["flags"] for row in rows_of(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize("header", [{"Retry-After": "3600"}, {"Retry-After": "9" * 400}, {"retry-after-ms": "inf"},
+                                    {"Retry-After": "Fri, 31 Dec 9999 23:59:59 GMT"}])
+def test_a_long_retry_after_does_not_outlast_the_outage(header, tmp_path, capsys):
+    with ApiServer(lambda body, nth: Reply({"error": {"message": "come back tomorrow"}}, 429, header)) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--outage-s", 1)
+        code, out, err = run_here(argv, capsys)
+    assert code == 2 and "no answer for 1 s" in err and "come back tomorrow" in err and "asks to wait" in err
+    assert len(err.splitlines()) == 1 and sum(api.asked.values()) <= 3
+
+
+@pytest.mark.parametrize("header", [{"Retry-After": "-5"}, {"Retry-After": "²"}, {"Retry-After": "1.2.3"},
+                                    {"Retry-After": "nan"}, {"retry-after-ms": "nan"}, {"Retry-After": ""},
+                                    {"Retry-After": "Fri, 99 Foo 2099 99:99:99 GMT"}])
+def test_an_odd_retry_after_is_none(header, tmp_path, capsys):
+    header = {name: value.encode().decode("latin-1") for name, value in header.items()}
+    with ApiServer(lambda body, nth: THOUGHT if nth else Reply("busy", 503, header)) as api:
+        assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out"), capsys)[0] == 0
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_redirect_that_keeps_the_question_is_followed(status, tmp_path, capsys):
+    with ApiServer(thoughtful) as there, ApiServer(
+            lambda body, nth: Reply("", status, {"Location": f"{there.url}/chat/completions"})) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "out")
+        assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 3 and len(there.requests) == 3
+
+
+@pytest.mark.parametrize("status, target, says", [
+    (301, "http://there.example/v1", "has moved to http://there.example/v1 (301). Name that as --base-url"),
+    (302, "/login", "has moved to /login (302)"), (303, "https://u:secret@x.example/", "has moved to https://***@x.example/"),
+    (308, "http://there.example/v1", "where the key is not sent"), (307, "SELF", "redirects in a circle")])
+def test_other_redirects_end_the_run_at_once(status, target, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("A_KEY", "secret")
+    reply = lambda: Reply("", status, {"Location": target.replace("SELF", f"{api.url}/chat/completions")})
+    with ApiServer(lambda body, nth: reply()) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 3), tmp_path / "out", "--concurrency", 1, "--api-key-env", "A_KEY")
+        code, out, err = run_here(argv, capsys)
+    assert code == 2 and says in err and len(err.splitlines()) == 1 and "secret" not in out + err
+
+
+# ---- limits, before anything is paid ----
+def in_a_process(argv, limits=(), env=None) -> subprocess.CompletedProcess:
+    def lower():
+        for what, value in limits:
+            resource.setrlimit(what, value)
+    return subprocess.run([sys.executable, "-u", str(ROOT / "01_generate.py"), *map(str, argv)], cwd=ROOT, text=True,
+                          capture_output=True, preexec_fn=lower, env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})})
+
+
+def test_too_few_open_files_are_said_before_the_first_request(tmp_path):
+    with ApiServer(thoughtful) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 40), tmp_path / "out", "--concurrency", 1024)
+        done = in_a_process(argv, [(resource.RLIMIT_NOFILE, (1024, 1024))])
+        assert done.returncode == 2 and "--concurrency 1024: needs 1,088 open files" in done.stderr
+        assert "Lower it to 960" in done.stderr and len(done.stderr.splitlines()) == 1 and not api.requests
+        argv[argv.index(1024)] = 960  # that remedy works, in the same folder; and a soft limit is raised
+        done = in_a_process(argv, [(resource.RLIMIT_NOFILE, (256, 1024))])
+        assert done.returncode == 0 and "open files: the limit" in done.stdout, done.stderr
+        assert len(rows_of(tmp_path / "out")) == 40
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_first_request(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere/deep")
+    with ApiServer(thoughtful) as api:
+        for out in ("file/out", "/proc/out", "/sys/out", "x" * 300, "file"):
+            code, _, err = run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / out), capsys)
+            assert code == 2 and len(err.splitlines()) == 1 and not api.requests, out
+        full = os.statvfs(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", lambda path: os.statvfs_result((*full[:4], 0, *full[5:])))
+            argv = flags(api.url, tmp_path / "p.jsonl", tmp_path / "out")
+            code, _, err = run_here(argv, capsys)
+            assert code == 2 and "cannot write" in err and "less is free" in err and not api.requests
+        (tmp_path / "out/part-00000.jsonl").mkdir()
+        assert run_here(argv, capsys)[0] == 2 and not api.requests
+        (tmp_path / "out/part-00000.jsonl").rmdir()
+        assert run_here([*argv, "--temperature", 0.1], capsys)[0] == 0  # nothing holds to the first wish
+
+
+def test_a_disk_that_fills_up_ends_the_run_before_answers_are_lost(tmp_path, capsys, monkeypatch):
+    full, began = os.statvfs(tmp_path), []
+    left = lambda path: full if len(began.append(1) or began) < 3 else os.statvfs_result((*full[:4], 0, *full[5:]))
+    with ApiServer(lambda body, nth: Reply(THOUGHT.body, delay=0.1)) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 100), tmp_path / "out", "--log-interval", 0.2)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", left)
+            code, _, err = run_here(argv, capsys)
+        assert code == 1 and "the disk is full but for what is in flight" in err
+        assert run_here(argv, capsys)[0] == 0 and set(api.asked.values()) == {1}  # none was lost
+
+
+@pytest.mark.parametrize("words", [["--temperature", "nan"], ["--temperature", "-1"], ["--top-p", 0], ["--top-p", 1.5],
+                                   ["--timeout-s", "inf"], ["--outage-s", "nan"], ["--max-failed-share", "nan"],
+                                   ["--usd-per-mtok", "-1", 2], ["--backoff-s", "inf"], ["--concurrency", 10 ** 9],
+                                   ["--base-url", "http://[::1"], ["--base-url", "http://h:99999"],
+                                   ["--base-url", "http://a..b"], ["--base-url", "http://"], ["--base-url", "ftp://x"]])
+def test_numbers_and_addresses_that_cannot_be(words, tmp_path, capsys):
+    argv = flags(None, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--model", "m", "--base-url", "http://127.0.0.1:9")
+    code, _, err = run_here([*argv, *words], capsys)
+    assert code == 2 and str(words[0]) in err and len(err.splitlines()) == 1
+
+
+# ---- the environment ----
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
+           "SSL_CERT_FILE", "SSL_CERT_DIR")
+
+
+@pytest.fixture
+def env(monkeypatch):
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("host, port, no_proxy, direct", [
+    ("api.x.com", 443, "x.com", True), ("api.x.com", 443, ".x.com", True), ("api.x.com", 443, "*.x.com", True),
+    ("x.com", 443, "api.x.com", False), ("ax.com", 443, "x.com", False), ("X.com", 443, "x.COM.", True),
+    ("x.com", 8000, "x.com:8000", True), ("x.com", 8000, "x.com:80", False), ("x.com", 80, "a, b ,x.com", True),
+    ("x.com", 80, "*", True), ("x.com", 80, "", False), ("x.com", 80, ",, ", False), ("x.com", 80, ".", False),
+    ("127.0.0.1", 80, "127.0.0.0/8", True), ("10.1.2.3", 80, "10.0.0.0/8,::1", True), ("11.1.2.3", 80, "10.0.0.0/8", False),
+    ("127.0.0.1", 30000, "127.0.0.1:30000", True), ("127.0.0.1", 30001, "127.0.0.1:30000", False),
+    ("::1", 80, "::1", True), ("::1", 80, "[::1]", True), ("::1", 80, "[::1]:80", True), ("::1", 81, "[::1]:80", False),
+    ("fe80::5", 80, "fe80::/10", True), ("fd00::5", 80, "fe80::/10,fd00::/8", True), ("::1", 80, "0:0:0:0:0:0:0:1", True),
+    ("2001:db8::1", 80, "2001:db8::2", False), ("localhost", 80, "http://localhost", True), ("0.0.1", 80, ".0.1", True)])
+def test_no_proxy(host, port, no_proxy, direct):
+    assert network.not_proxied(host, port, no_proxy) == direct
+
+
+@pytest.mark.parametrize("name, proxy, says", [
+    ("ALL_PROXY", "socks5://127.0.0.1:9", "pip install 'httpx[socks]'"), ("http_proxy", "socks5h://u:pw@p:1", "SOCKS proxy"),
+    ("HTTP_PROXY", "http://[::1", "HTTP_PROXY http://[::1: not an http(s) URL"), ("HTTP_PROXY", "ftp://x", "not an http(s)"),
+    ("HTTP_PROXY", "http://u:pw@127.0.0.1:9", "through the proxy http://***@127.0.0.1:9"),
+    ("all_proxy", "127.0.0.1:9", "through the proxy http://127.0.0.1:9")])
+def test_a_proxy_that_does_not_serve_is_one_line(name, proxy, says, tmp_path, capsys, env):
+    env.setenv(name, proxy)
+    with ApiServer(thoughtful) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out")
+        code, out, err = run_here(argv, capsys)
+        assert code == 2 and says in err and "NO_PROXY" in err and len(err.splitlines()) == 1 and "pw" not in out + err
+        env.setenv("NO_PROXY", "fe80::/10,[::1]:80,127.0.0.0/8")  # this remedy works
+        assert run_here(argv, capsys)[0] == 0
+
+
+def test_a_proxy_is_used(tmp_path, capsys, env):
+    """The whole URL of a host that this machine cannot resolve goes to the proxy."""
+    with ApiServer(thoughtful) as proxy:
+        env.setenv("HTTP_PROXY", proxy.url.removesuffix("/v1"))
+        argv = flags("http://api.example:8000/v1", prompts(tmp_path / "p.jsonl", 1), tmp_path / "out")
+        assert run_here(argv, capsys)[0] == 0 and len(proxy.requests) == 1
+
+
+@pytest.mark.parametrize("name, value, says", [
+    ("SSL_CERT_FILE", "nowhere.pem", "SSL_CERT_FILE nowhere.pem: no readable certificates (No such file"),
+    ("SSL_CERT_FILE", __file__, "no readable certificates"), ("SSL_CERT_DIR", "nowhere", "SSL_CERT_DIR nowhere: no such")])
+def test_certificates_that_are_not_there(name, value, says, tmp_path, capsys, env):
+    env.setenv(name, value)
+    code, _, err = run_here(flags("https://127.0.0.1:9/v1", prompts(tmp_path / "p.jsonl", 1), tmp_path / "out"), capsys)
+    assert code == 2 and says in err and len(err.splitlines()) == 1
+
+
+def test_a_certificate_that_nobody_vouches_for_is_named(tmp_path, capsys, env):
+    made = subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
+                           "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "key.pem", "-out",
+                           tmp_path / "cert.pem"], capture_output=True)
+    if made.returncode:
+        pytest.skip("no openssl here")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with ApiServer(thoughtful) as api:
+        api.server.socket = context.wrap_socket(api.server.socket, server_side=True)
+        argv = flags(api.url.replace("http:", "https:"), prompts(tmp_path / "p.jsonl", 2), tmp_path / "out")
+        code, _, err = run_here(argv, capsys)
+        assert code == 2 and "CERTIFICATE_VERIFY_FAILED" in err and "SSL_CERT_FILE" in err and len(err.splitlines()) == 1
+        env.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize("key, what", [("sec\nret", "a line break at place 4"), ("geheim-ü", "outside of ASCII at place 8"),
+                                       ("\ufeffsecret", "outside of ASCII at place 1"), ("sec\x00ret", None),
+                                       ("sec\tret", "a control character"), ("secret\u200b", "outside of ASCII"),
+                                       ("  \n", "is empty")])
+def test_a_key_that_no_request_can_carry(key, what, tmp_path, capsys, monkeypatch):
+    if what is None:
+        pytest.skip("no environment takes it")
+    monkeypatch.setenv("A_KEY", key)
+    with ApiServer(thoughtful) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out", "--api-key-env", "A_KEY")
+        code, out, err = run_here(argv, capsys)
+    assert code == 2 and "A_KEY" in err and what in err and len(err.splitlines()) == 1 and not api.requests
+    assert not key.strip() or key not in out + err and "ret" not in out + err.replace("secret", "")
+
+
+def test_passwords_in_addresses_are_not_shown(tmp_path, capsys, env):
+    with ApiServer(lambda body, nth: THOUGHT if nth else Reply("oops", 500)) as api:
+        url = api.url.replace("http://", "http://user:hunter2@")
+        code, out, err = run_here(flags(url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out"), capsys)
+        assert code == 0 and "hunter2" not in out + err and "Basic " in api.requests[0][3]["Authorization"]
+    code, out, err = run_here(flags(url, tmp_path / "p.jsonl", tmp_path / "down"), capsys)
+    assert code == 2 and "hunter2" not in out + err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+
+
+@pytest.mark.parametrize("form", ["BatchEncoding", "dict", "batch", "array", "tensor", "text"])
+def test_a_tokenizer_that_returns_no_list(form, tmp_path, capsys, monkeypatch):
+    import numpy as np
+    import torch
+    from transformers import BatchEncoding, PreTrainedTokenizerFast
+    real = PreTrainedTokenizerFast.apply_chat_template
+    forms = {"BatchEncoding": lambda ids: BatchEncoding({"input_ids": ids, "attention_mask": [1] * len(ids)}),
+             "dict": lambda ids: {"input_ids": [ids]}, "batch": lambda ids: [ids], "array": np.array,
+             "tensor": lambda ids: torch.tensor([ids]), "text": lambda ids: "<think>"}
+    with ApiServer(thoughtful) as api:
+        assert run_here(flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "list"), capsys)[0] == 0
+        monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template",
+                            lambda self, *words, **more: forms[form](real(self, *words, **more)))
+        code, _, err = run_here(flags(api.url, tmp_path / "p.jsonl", tmp_path / "other"), capsys)
+    if form == "text":
+        assert code == 2 and "gives no token ids but '<think>'" in err and len(err.splitlines()) == 1
+    else:
+        assert code == 0 and rows_of(tmp_path / "other") == rows_of(tmp_path / "list")
