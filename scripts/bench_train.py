@@ -11,7 +11,6 @@ faster than data. All positions carry loss in t4096; in `mix` lengths are log-no
 and the first third of each sample is prompt. floor: the arithmetic of Shape.flops at --peak (the rate of a large bf16
 product, measured first). tok/s counts all tokens of the samples, prompts included. """
 import argparse
-import functools
 import json
 import math
 import os
@@ -30,8 +29,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from eagle3 import fused, optimizers, ttt  # noqa: E402
-from eagle3.batches import Sample, batch_of, collate, feed, pack  # noqa: E402
+from eagle3.batches import Sample, batch_of, pack  # noqa: E402
 from eagle3.drafter import Drafter, Shape  # noqa: E402
+from eagle3.loader import Reader, feed  # noqa: E402
 from eagle3.trainer import HostCopy, Trainer  # noqa: E402
 
 SIZES = {
@@ -48,6 +48,8 @@ class Case:
     steps: int  # TTT
     goal: int = 0  # tok/s
     peers: str = ""  # tok/s, measured on an H200 with their own code
+    optimizer: str = "adamw"
+    kind: tuple = ()  # of drafter: items of Shape
 
 
 CASES = {
@@ -58,6 +60,10 @@ CASES = {
     "files": Case("the mix from files through the loader", 64, 3),
     "t4096-8": Case("t4096 with 8 KV heads", 8, 3),
     "mix-8": Case("mix with 8 KV heads", 8, 3),
+    "muon": Case("t4096-8 with Muon", 8, 3, optimizer="muon"),
+    "norms": Case("t4096-8, EAGLE-3.1's norms", 8, 3, kind=(("aux_norm", "each"), ("norm_output", True))),
+    "layers": Case("t4096-8, two layers", 8, 3, kind=(("layers", 2),)),
+    "aux5": Case("t4096-8, five aux states", 8, 3, kind=(("aux_states", 5),)),
 }
 
 
@@ -95,9 +101,9 @@ def make_drafter(shape, device, dtype):
     return draft
 
 
-def make_trainer(shape, device, dtype):
+def make_trainer(shape, device, dtype, optimizer):
     return Trainer(make_drafter(shape, device, dtype), SimpleNamespace(
-        ema=0, step_weights=[0.8 ** k for k in range(8)], loss="ce", max_grad_norm=1.0, beta1=0.9, beta2=0.95,
+        optimizer=optimizer, ema=0, step_weights=[0.8 ** k for k in range(8)], loss="ce", max_grad_norm=1.0, beta1=0.9, beta2=0.95,
         weight_decay=0.0))
 
 
@@ -237,18 +243,18 @@ def from_files(trainer, folder: Path, lengths, bins, args, epochs=4):
     device, dtype = trainer.draft.master.flat.device, trainer.draft.dtype
     samples = write_samples(folder, shape, lengths, dtype)
     todo = [[samples[i] for i in indices] for _ in range(epochs) for indices in bins]
-    load = functools.partial(collate, steps=steps, hidden=shape.hidden, pin=device.type == "cuda")
+    load = Reader(steps, shape, device.type == "cuda", len(samples)).load
     waited, tokens, begun, copies = 0.0, 0, None, []
-    for i, (members, batch, seconds) in enumerate(feed(todo, load, args.num_workers, device, dtype)):
+    for i, (members, loaded, seconds) in enumerate(feed(todo, load, args.num_workers, device, dtype)):
         if i == len(bins):  # the first pass warms up: pinned buffers, allocator
             if device.type == "cuda":
                 torch.cuda.synchronize()
             begun, waited, tokens = time.perf_counter(), 0.0, 0
         counts = np.sum([sample.counts(steps) for sample in members], 0)
-        copies.append(HostCopy(trainer.update(iter([batch]), 1, counts, 1e-5)))
+        copies.append(HostCopy(trainer.update(iter([loaded.batch]), 1, counts, 1e-5)))
         if len(copies) > 1:
             copies.pop(0).read()  # as 04 does: the host runs at most one step ahead
-        waited, tokens = waited + seconds, tokens + batch.tokens
+        waited, tokens = waited + seconds, tokens + loaded.batch.tokens
     copies[-1].read()
     return tokens, time.perf_counter() - begun, waited / (time.perf_counter() - begun)
 
@@ -280,7 +286,7 @@ def profile(trainer, batch, counts) -> None:
 
 # ---- main ----
 class Bench:
-    """The cases on this process's device; the drafter is kept while the KV heads stay the same."""
+    """The cases on this process's device; the trainer is kept while the drafter and the optimizer stay the same."""
 
     def __init__(self, args, device, dtype, world: int):
         self.args, self.device, self.dtype, self.world, self.trainers, self.rates = args, device, dtype, world, {}, {}
@@ -290,12 +296,13 @@ class Bench:
         self.bins = pack(self.lengths, list(range(len(self.lengths))), args.batch_tokens)
 
     def trainer(self, case: Case):
-        if case.kv_heads not in self.trainers:
+        key = case.kv_heads, case.optimizer, case.kind
+        if key not in self.trainers:
             self.trainers.clear()
             size = SIZES[self.args.size]
-            shape = Shape(kv_heads=min(case.kv_heads, size["heads"]), **size)
-            self.trainers[case.kv_heads] = make_trainer(shape, self.device, self.dtype)
-        return self.trainers[case.kv_heads]
+            shape = Shape(kv_heads=min(case.kv_heads, size["heads"]), **size, **dict(case.kind))
+            self.trainers[key] = make_trainer(shape, self.device, self.dtype, case.optimizer)
+        return self.trainers[key]
 
     def mix(self, shape, case: Case, device) -> list:
         return [random_batch(shape, [self.lengths[i] for i in indices], [self.lengths[i] // 3 for i in indices],

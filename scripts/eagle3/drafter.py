@@ -75,12 +75,21 @@ class Shape:
 
 
 def layer_weights(shape: Shape, tensors: dict) -> list[dict]:
-    """Of each layer its own tensors, without the layer in their names; the first has also those of the embedding."""
-    first = {name: tensor for name, tensor in tensors.items() if "." not in name}
-    return [first] + [{name: tensors[f"{name}.{layer}"] for name in IN_EVERY_LAYER} for layer in range(1, shape.layers)]
+    """Of each layer those of `tensors` that are its own, without the layer in their names; the first has also those of
+    the embedding.
+    """
+    found = [{name: tensor for name, tensor in tensors.items() if "." not in name}]
+    for layer in range(1, shape.layers):
+        found.append({name: tensors[f"{name}.{layer}"] for name in IN_EVERY_LAYER if f"{name}.{layer}" in tensors})
+    return found
 
 
 # ---- products with a vocabulary ----
+def sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that sums run in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def logits_of(x, head):
     """x (N, H) @ head (V, H).T, in float32 out of the matrix units also where x is bfloat16."""
     half = x.dtype in (torch.bfloat16, torch.float16)
