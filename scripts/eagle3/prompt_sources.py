@@ -236,7 +236,9 @@ def prompt_column(row: dict, options: dict) -> tuple[str, str]:
     mapped = {kind: (options[kind],) for kind in COLUMNS if kind in options}
     there = [(kind, column) for kind, names in (mapped or COLUMNS).items() for column in names if column in row]
     if not there:
-        raise UserError(f"no prompt among the columns {sorted(row)}. Map one with ,messages=COLUMN or ,prompt=COLUMN.")
+        named = "".join(f" ({kind}={column} is not there)" for kind, (column, *_) in mapped.items())
+        raise UserError(f"no prompt among the columns {sorted(row)}{named}. "
+                        "Map one with ,messages=COLUMN or ,prompt=COLUMN.")
     return next((found for found in there if filled(row[found[1]])), there[0])
 
 

@@ -170,7 +170,10 @@ def whole_lines(path: Path) -> bytes:
 def read_json(path: Path) -> dict:
     """A JSON file. Raises UserError."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        return found
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable ({' '.join(str(error).split())}).") from None
 
@@ -184,8 +187,8 @@ def sha256_file(path: Path) -> str:
 def read_manifest(folder: Path, stage: str) -> dict:
     """The manifest.json that `stage` wrote last into `folder`, so: the folder is complete. Raises UserError."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
+        manifest = read_json(folder / "manifest.json")
+    except UserError:
         raise UserError(f"{folder}: no readable manifest.json, so {stage} has not finished there. "
                         f"Run {stage}.py first.") from None
     if manifest.get("stage") != stage or manifest.get("schema") != SCHEMA:
@@ -232,5 +235,9 @@ def open_stage(folder: Path, config: dict, may_change: set[str],
     if differs:
         raise UserError(f"{folder}: begun with another config ({'; '.join(differs)}). "
                         "Use the old values or another folder.")
-    write_atomic(path, json.dumps(fixed, indent=1, sort_keys=True) + "\n")
+    try:
+        write_atomic(path, json.dumps(fixed, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to ({error.strerror}). Make room, or name another --output-dir."
+                        ) from None
     return lock
