@@ -203,10 +203,12 @@ def lock_file(path: Path) -> IO | None:
     return lock
 
 
-def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
+def open_stage(folder: Path, config: dict, may_change: set[str], noted: set[str] = frozenset(),
+               begun: bool = True) -> IO:
     """Lock `folder` for this process and refuse what another config began there (`stage.json`). Keep the handle open.
 
-    Raises UserError.
+    noted: keys that may change too, but stand in stage.json; begun: False where nothing was made there yet, and so any
+    config may go on. Raises UserError.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -217,9 +219,9 @@ def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
         raise UserError(f"{folder}: another process is writing there. Wait for it, or use another folder.")
     fixed = json.loads(json.dumps({key: value for key, value in config.items() if key not in may_change}, default=str))
     path = folder / "stage.json"
-    old = json.loads(path.read_text()) if path.exists() else fixed
+    old = json.loads(path.read_text()) if path.exists() and begun else fixed
     differs = [f"{key}: {old.get(key)!r} there, {fixed.get(key)!r} now"
-               for key in sorted(old.keys() | fixed.keys()) if old.get(key) != fixed.get(key)]
+               for key in sorted((old.keys() | fixed.keys()) - noted) if old.get(key) != fixed.get(key)]
     if differs:
         raise UserError(f"{folder}: begun with another config ({'; '.join(differs)}). "
                         "Use the old values or another folder.")
