@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--verify", action=argparse.BooleanOptionalAction, default=False,
         help="afterwards, or on a complete folder: re-read and check everything")
     add("--verify-again", type=int, default=0, metavar="N",
-        help="--verify, and N samples extracted anew, each alone, and compared with those in place (needs the servers)")
+        help="--verify, and N samples extracted anew, each alone, and compared with those in place (needs servers)")
     add("--verifier-path", type=Path, metavar="DIR",
         help="the target's folder: --verify then also recomputes greedy tokens; its vocabulary is that of all token ids")
     add("--verify-positions", type=int, default=64, metavar="K",
@@ -268,13 +268,17 @@ def open_folder(args, folder: Path, inputs: dict):
 
     Until a sample has landed any config goes: what 03 advises before must be possible in the folder that hears it.
     """
-    landed = folder / "landed.jsonl"
-    config = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs}
-    begun = landed.exists() and landed.stat().st_size > 0
-    if args.max_disk_gb:  # 04 has planned its releases by all samples: --limit stays as it is
-        return open_stage(folder, config | {"bounded": True}, set(), begun=begun)
-    lock = open_stage(folder, config, set(), noted={"limit"}, begun=begun)
-    (folder / "bound.json").unlink(missing_ok=True)  # of a begin without samples
+    landed, bounded = folder / "landed.jsonl", {"bounded": True} if args.max_disk_gb else {}
+    config = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs} | bounded
+
+    def renew(old: dict) -> dict | None:
+        if not landed.exists() or not landed.stat().st_size:
+            return None
+        return old if bounded else old | {"limit": args.limit}  # bounded: 04 has planned its releases by all samples
+
+    lock = open_stage(folder, config, set(), renew)
+    if not bounded:
+        (folder / "bound.json").unlink(missing_ok=True)  # of a begin without samples
     return lock
 
 

@@ -1,11 +1,13 @@
 """Start one server of a run file in the foreground, printing its full command first; it ends when this script does.
 
-    python3 scripts/serve.py --config configs/quickstart.yaml --role extract --log .run/quickstart/logs/server_extract.log
+    python3 scripts/serve.py --config configs/quickstart.yaml --role extract \\
+      --log .run/quickstart/logs/server_extract.log
 
 Behind `nohup ... &` it outlives the shell and the SSH connection; `kill` of its pid stops it and the server.
 
 Reads   the section `servers` of the run file (roles: plain, extract, speculative, or your own)
-Writes  the server's output to --log; to stdout the command, one `ready` line, and why it ended
+Writes  the server's output to --log, its API key and tokens masked; to stdout the command, one `ready` line; to stderr
+        why it ended, in the server's own words
 Exit    0 stopped by a signal; 2 port taken, target missing, server died or not healthy in time
 """
 import argparse
@@ -15,7 +17,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from eagle3.servers import start_server, stop_server  # noqa: E402
+from eagle3.servers import ending, start_server, stop_server  # noqa: E402
 from eagle3.stage import UserError, read_run_file, run  # noqa: E402
 
 
@@ -24,7 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--role", required=True)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--wait", type=float, default=3600, help="seconds until it must be healthy (a 1T model loads slowly)")
+    parser.add_argument("--wait", type=float, default=3600,
+                        help="seconds until it must be healthy (a 1T model loads slowly)")
     return parser
 
 
@@ -37,7 +40,7 @@ def main(argv: list[str]) -> None:
     try:
         while process.poll() is None:
             time.sleep(0.5)
-        raise UserError(f"servers.{args.role}: the server ended with code {process.returncode}. Read {args.log}.")
+        raise UserError(ending(args.role, process, args.log))
     finally:
         stop_server(process)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from eagle3.patience import patiently
 from eagle3.stage import SCHEMA
 
 # The same in every file of a folder; beside them `weights`, the loaded target's fingerprint, which older files lack
@@ -34,6 +35,7 @@ SAME_CAPTURE = {
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}  # safetensors' name: torch's, bytes
 HEADER_BYTES = 4096  # of a file, at most: its length depends on names and numbers in it
 MAX_HEADER = 1 << 20
+UNREADABLE = "cannot be read"  # the disk's fault, not the file's
 
 
 def sample_path(folder: Path, sample_id: str) -> Path:
@@ -212,15 +214,18 @@ def check_sample(path: Path, row: dict, facts: dict, vocab_size: int, norm):
     """
     import torch
 
-    try:
+    def read_whole():
         with StateFile(path) as file:
             data = torch.empty(file.size - file.begin, dtype=torch.uint8)
             file.read_bytes_into(memoryview(data.numpy()), file.begin)
-            header, metadata = file.header, file.metadata
+            return file.header, file.metadata, data
+
+    try:
+        header, metadata, data = patiently(read_whole, path)
     except FileNotFoundError:
         return "missing", None
-    except (OSError, ValueError):
-        return "torn", None
+    except (OSError, ValueError) as error:
+        return UNREADABLE if getattr(error, "errno", None) else "torn", None
     T, hidden = row["tokens"], facts["hidden_size"]
     dtype = next(name for name, (torch_name, _) in DTYPES.items() if torch_name == facts["dtype"])
     layers = layer_list(facts)
