@@ -22,7 +22,7 @@ import numpy as np
 from eagle3.patience import patiently
 from eagle3.stage import SCHEMA
 
-# The same in every file of a folder
+# The same in every file of a folder; beside them `weights`, the loaded target's fingerprint, which older files lack
 FACTS = ("target", "capture_layers", "sglang_version", "patch_hash", "dtype", "hidden_size")
 # sha256 of the patches/eagle3_capture*.py that write the same bytes of states for the same rows: a folder begun with
 # one of them (its `patch_hash`) goes on with another. Whoever edits these adds their hash here, or, where the states
@@ -146,12 +146,14 @@ def torch_uint8():
 
 # ---- is it the file that it should be ----
 def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, facts: dict | None) -> dict:
-    """The facts (FACTS) a file states. Raises ValueError when it is not this sample, or not of the folder's `facts`."""
+    """The facts (FACTS, weights) a file states. Raises ValueError: it is not this sample, or not of the folder's
+    `facts`."""
     try:
         dtype, (_, width) = file.header["last_hidden_states"]["dtype"], file.header["last_hidden_states"]["shape"]
         tensors = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in file.header.items()}
         found = {**{fact: file.metadata[fact] for fact in FACTS if fact != "hidden_size"}, "hidden_size": width}
         found["capture_layers"] = [int(layer) for layer in file.metadata["capture_layers"].split(",")]
+        found |= {"weights": file.metadata["weights"]} if "weights" in file.metadata else {}
         identity = (file.metadata["schema"], file.metadata["id"], file.metadata["prompt_len"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its header lacks {error}") from None
@@ -161,12 +163,23 @@ def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, 
     expected = expected_tensors(dtype, tokens, width, len(found["capture_layers"]))
     if tensors != expected or DTYPES.get(dtype, ("unknown",))[0] != found["dtype"]:
         raise ValueError(f"has other tensors than its tokens make ({found['dtype']} {tensors}, expected {expected})")
-    differs = [f"{fact} {found[fact]} (the folder: {facts[fact]})" for fact in FACTS
-               if facts is not None and found[fact] != facts[fact]
+    if facts is not None:
+        compare_facts(found, facts)
+    return found
+
+
+def compare_facts(found: dict, facts: dict) -> None:
+    """Raises ValueError where a file's facts are not those of its folder."""
+    differs = [f"{fact} {found[fact]} (the folder: {facts[fact]})" for fact in FACTS if found[fact] != facts[fact]
                and not (fact == "patch_hash" and {found[fact], facts[fact]} <= SAME_CAPTURE)]
     if differs:
         raise ValueError(f"was captured with another {', '.join(differs)}")
-    return found
+    here, there = (dict(part.split(":", 1) for part in source.get("weights", "").split() if ":" in part)
+                   for source in (found, facts))
+    other = [part for part in here.keys() & there.keys() if here[part] != there[part]]
+    if other:
+        raise ValueError(f"was captured from other weights of {facts['target']} than the folder's "
+                         f"({', '.join(sorted(other))} differ)")
 
 
 def expected_tensors(dtype: str, T: int, width: int, aux_states: int) -> dict[str, tuple]:
