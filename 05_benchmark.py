@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import bench_flags, binding  # noqa: E402
-from eagle3.bench_prompts import check_ids, load_prompts  # noqa: E402
+from eagle3.bench_prompts import check_ids, load_prompts, prompts_of_training  # noqa: E402
 from eagle3.endpoints import (Endpoints, contact, drafter_hashes, flush_cache, probe_difference,  # noqa: E402
                               read_provenance, same_folder, sweep_variants)
 from eagle3.figures import count, difference_key, level_figures, same_text  # noqa: E402
@@ -375,8 +375,7 @@ def main(argv: list[str]) -> int | None:
     provenance = read_provenance(args.draft_path, args.doctor)
     args.run_dir = args.run_dir or (Path(document["run_dir"]) if document.get("run_dir") else None)
     if args.doctor and not args.prompts and not args.dataset and args.run_dir:
-        # the samples that training's prediction is about
-        args.prompts, args.ids = [args.run_dir / "responses"], args.ids or args.draft_path.parent / "val_ids.json"
+        prompts_of_training(args)
     variants = {"plain": {}} if args.launch or args.baseline_url else {}
     variants |= sweep_variants(args.sweep_grid) if args.sweep else {"speculative": {}}
     endpoints = Endpoints(args, document, variants)  # takes the logins out of the URLs

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, post, run_script
 from eagle3 import load
-from eagle3.bench_prompts import all_rows, load_prompts
+from eagle3.bench_prompts import all_rows, load_prompts, prompts_of_training
 from eagle3.doctor import Facts, diagnose
 from eagle3.endpoints import contact, flush_cache, probe_difference, sweep_variants
 from eagle3.figures import (CONTEXT_BUCKETS, acceptance, beyond_answer, context_bucket, first_difference, gaps_of,
@@ -303,8 +303,27 @@ def test_bad_prompts_are_one_line(tmp_path):
     path.write_text('{"id": "a", "prompt_ids": [1]}\n')
     with pytest.raises(UserError, match="none of its 1 ids"):
         load_prompts(prompt_args(prompts=[path], ids=tmp_path / "ids"), "")
+    (tmp_path / "val_ids.json").write_text('{"ids": []}')
+    with pytest.raises(UserError, match="no ids in it: its drafter was trained without validation samples"):
+        load_prompts(prompt_args(prompts=[path], ids=tmp_path / "val_ids.json"), "")
     with pytest.raises(UserError, match="unknown; known: mt-bench"):
         load_prompts(prompt_args(dataset=["nonsense"]), "")
+
+
+def test_the_doctor_of_a_drafter_without_validation_samples_asks_some_it_was_trained_on(tmp_path):
+    """--val-ratio 0 leaves val_ids.json without ids and eagle3.json without a prediction."""
+    (tmp_path / "responses").mkdir(), (tmp_path / "output").mkdir()
+    (tmp_path / "responses/part-00000.jsonl").write_text("".join(
+        json.dumps({"id": f"p{i}", "source": "chat", "prompt_ids": [1]}) + "\n" for i in range(100)))
+    for ids, wanted in (([], [f"p{i}" for i in range(64)]), (["p70", "p3"], ["p3", "p70"])):
+        (tmp_path / "output/val_ids.json").write_text(json.dumps({"ids": ids}))
+        args = prompt_args(run_dir=tmp_path, draft_path=tmp_path / "output/best")
+        prompts_of_training(args)
+        assert [prompt["id"] for prompt in load_prompts(args, "")] == wanted
+    record = {"id": "p3", "spec": {"verify_steps": 3, "correct_drafts": 2, "histogram": [1, 2]}, "completion_tokens": 6}
+    assert prediction_check(None, [record], CHAIN, 0) is None
+    found = diagnose(Facts(make_drafter(tmp_path / "draft", range(9)), {"prediction": None}, None, None, []), acceptance([record]), None)
+    assert found["summary"].startswith("No comparison with training")
 
 
 def test_line_separators_in_texts_and_spaces_in_ids_are_no_borders(tmp_path):

@@ -360,6 +360,38 @@ def test_samples_that_failed_are_left_out_as_in_the_unbounded_run(toy, tmp_path,
     assert counts[0] == counts[1] and counts[0]["dropped"] == {"checksum": 1, "quarantined by 03_extract": len(failed)}
 
 
+def test_following_with_a_held_out_folder_evaluates_all_along_and_releases_every_sample(toy, tmp_path, monkeypatch):
+    """Nothing that lands is held out, so that nothing stays; the drafter is that of the same flags on the finished folder."""
+    monkeypatch.setattr(train, "plot", lambda rows, path: None)
+    head = load_file(toy / "target/model.safetensors")["language_model.lm_head.weight"]
+    rng = np.random.default_rng(8)
+    held_out = write_hidden_states(tmp_path / "held_out", {f"h{i}": random_sample(30, "tail", head, rng) for i in range(8)})
+    flags = ["--val-data-dir", held_out, "--eval-every", 5, "--save-every", 12]
+    lander = Lander(toy / "hidden_states", tmp_path / "bounded", TOY_BOUND)
+    train.main(toy_arguments(toy, tmp_path / "bounded", tmp_path / "followed", "--follow", *flags))
+    lander.join(timeout=20)
+    assert names(tmp_path / "bounded") == set()
+    train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / "output", "--order", "plan", *flags))
+    last = [drafter(tmp_path / name) for name in ("followed", "output")]
+    assert last[0]["state"] == last[1]["state"] and last[0]["val_ids"] == last[1]["val_ids"]
+    evaluated = [{row["step"]: row["val_accept_length"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+                  if "val_accept_length" in (row := json.loads(line))} for name in ("followed", "output")]
+    assert {5, 10, 12, 15} < set(evaluated[0]) and evaluated[0].items() >= evaluated[1].items()  # it also saves where it releases
+    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("followed", "output")]
+    assert manifests[0]["counts"] == manifests[1]["counts"] and manifests[0]["counts"]["validation"] == 8
+    with pytest.raises(UserError, match="150 of its ids are in .*plan.jsonl too .s000 for one."):
+        train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / "refused", "--follow", "--val-data-dir", toy / "hidden_states"))
+
+
+def test_following_without_validation_keeps_the_last_checkpoint(toy, tmp_path):
+    lander = Lander(toy / "hidden_states", tmp_path / "bounded", TOY_BOUND)
+    train.main(toy_arguments(toy, tmp_path / "bounded", tmp_path / "followed", "--follow", "--val-ratio", 0))
+    lander.join(timeout=20)
+    manifest = json.loads((tmp_path / "followed/manifest.json").read_text())
+    assert manifest["best"] == {"step": manifest["counts"]["steps"], "accept_length": None} and names(tmp_path / "bounded") == set()
+    assert json.loads((tmp_path / "followed/best/eagle3.json").read_text())["prediction"] is None
+
+
 def test_two_ranks_follow_as_one(toy, tmp_path):
     Lander(toy / "hidden_states", tmp_path / "one", TOY_BOUND)
     train.main(toy_arguments(toy, tmp_path / "one", tmp_path / "output1", "--follow", "--grad-accum", 2, "--dtype", "float64"))

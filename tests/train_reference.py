@@ -1,4 +1,5 @@
 """For the tests of 04_train: a slow, obvious reference of EAGLE-3's training-time test, and run folders made of random numbers."""
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -7,6 +8,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Matrices as small as these are five times slower on two threads where the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def rms_norm(x, weight, eps):
@@ -89,6 +99,23 @@ def random_sample(length: int, mask: str, target_head: torch.Tensor, rng: np.ran
     flip = torch.rand(length, generator=generator) < 0.1
     ids[flip] = torch.randint(len(target_head), (int(flip.sum()),), generator=generator)
     return {"input_ids": ids.int(), "loss_mask": torch.from_numpy(random_mask(mask, length)), "aux_hidden_states": aux, "last_hidden_states": last}
+
+
+def learnable_samples(embed: torch.Tensor, head: torch.Tensor, count: int, seed=1, prefix="r") -> dict[str, dict]:
+    """Answers in which each token decides the next, by one permutation whatever the seed: learnt in a hundred steps."""
+    rng, samples, vocab = np.random.default_rng(seed), {}, len(head)
+    follower = np.random.default_rng(2).permutation(vocab)
+    for i in range(count):
+        ids = [int(rng.integers(vocab))]
+        while len(ids) < 41:
+            ids.append(int(follower[ids[-1]]))
+        last = head[torch.tensor(ids[1:])]
+        last = last / last.square().mean(-1, keepdim=True).sqrt()  # as a final norm leaves it
+        samples[f"{prefix}{i}"] = {"input_ids": torch.tensor(ids[:-1], dtype=torch.int32),
+                                   "loss_mask": (torch.arange(40) >= 8).to(torch.uint8),
+                                   "aux_hidden_states": torch.cat([embed[torch.tensor(ids[:-1])]] * 3, -1),
+                                   "last_hidden_states": last}
+    return samples
 
 
 def write_target(folder: Path, vocab=97, hidden=32, heads=4, head_dim=8, intermediate=48, prefix="language_model.", dtype=torch.float32, seed=0) -> Path:

@@ -1,21 +1,17 @@
-"""From samples on the disk to packed batches on the device: which samples make up which step, and the loader that
-reads ahead.
+"""From samples on the disk to packed batches, and which samples make up which step.
  Shapes: B samples packed one after the other, C context rows, R query rows (those that carry loss in some TTT step:
 the tail of each sample), H hidden, A aux states. """
 from __future__ import annotations
 
 import hashlib
 import random
-import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from eagle3.stage import UserError
+from eagle3.patience import patiently
 from eagle3.states import StateFile
 
 OPEN_BINS = 32  # while packing
@@ -31,6 +27,7 @@ class Sample:
     start: int
     mass: np.ndarray | None  # (tokens - start,) a response token: the target's probability inside the draft vocabulary
     truncated: bool = False
+    weight: float = 1.0  # how often it is seen in an epoch
 
     def counts(self, steps: int) -> list[int]:
         """Loss rows of each TTT step: response tokens t = p + 2 + k with p >= 0."""
@@ -109,8 +106,15 @@ def batch_of(sizes: list[tuple[int, int, int]], aux, last, columns: dict, tokens
     return Batch(aux=aux, last=last, spans=[((q0, q1), (k0, k1)) for q0, q1, k0, k1 in bounds], tokens=tokens, **small)
 
 
+class Unread(Exception):
+    """`sample` could not be read, `error` says why."""
+
+    def __init__(self, sample: Sample, error: Exception):
+        self.sample, self.error = sample, error
+
+
 def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3, pin=False) -> Batch:
-    """Read what the rows of these samples need, straight into (pinned) batch tensors. Raises UserError."""
+    """Read what the rows of these samples need, straight into (pinned) batch tensors. Raises Unread."""
     sizes = [sample.rows(steps) for sample in samples]
     C, R = (sum(size[i] for size in sizes) for i in (1, 2))
     next_ids, length, labels = np.empty(C, np.int64), np.empty(C, np.int64), np.empty(R, np.int64)
@@ -118,7 +122,8 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
     aux = last = None
     k0 = q0 = 0
     for sample, (first, context, rows) in zip(samples, sizes):
-        try:
+        def read():
+            nonlocal aux, last
             with StateFile(sample.path) as file:
                 if aux is None:
                     dtype = file.dtype("aux_hidden_states")
@@ -126,10 +131,11 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
                     last = torch.empty(R, hidden, dtype=dtype, pin_memory=pin)
                 file.read_into("aux_hidden_states", aux[k0:k0 + context])
                 file.read_into("last_hidden_states", last[q0:q0 + rows], first + 1)
-                ids = file.input_ids()[:context + 2]
+                return file.input_ids()[:context + 2]
+        try:
+            ids = patiently(read, sample.path)
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{sample.path}: not readable ({error}). It was whole when it was checked: see to the "
-                            "disk.") from None
+            raise Unread(sample, error) from None
         next_ids[k0:k0 + context] = ids[1:-1]
         length[k0:k0 + context] = sample.tokens
         labels[q0:q0 + rows] = ids[first + 2:]
@@ -143,9 +149,11 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
 
 # ---- the plan: which samples make up which step, on any number of ranks ----
 def split_samples(samples: list[Sample], ratio: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one."""
+    """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one. At least one
+    sample validates, unless ratio is 0.
+    """
     ranked = sorted(samples, key=lambda sample: hashlib.sha256(f"{seed}:{sample.id}".encode()).hexdigest())
-    held_out = max(1, round(ratio * len(ranked)))
+    held_out = max(1, round(ratio * len(ranked))) if ratio else 0
     train, val = (sorted(part, key=lambda sample: sample.id) for part in (ranked[held_out:], ranked[:held_out]))
     return train, val
 
@@ -165,60 +173,32 @@ def pack(lengths: list[int], order: list[int], capacity: int, open_bins: int = O
     return full + [indices for _, indices in bins]
 
 
+def seen_in_epoch(weights: list[float], seed: int, epoch: int) -> list[int]:
+    """Indices of samples, each as often as its weight says: whole copies, and a seeded share of the samples once more
+    (weight 2.25: each twice, a quarter of them thrice). The next epoch's share begins where this one's ends.
+    """
+    order = []
+    for weight in sorted(set(weights)):
+        members = [i for i, own in enumerate(weights) if own == weight]
+        order += members * int(weight)
+        turns, share = list(members), weight % 1 * len(members)
+        random.Random(f"{seed}:share of {weight}").shuffle(turns)
+        order += [turns[i % len(turns)] for i in range(int(epoch * share), int((epoch + 1) * share))]
+    return order
+
+
 def plan_epoch(samples: list[Sample], capacity: int, bins_per_step: int, seed: int, epoch: int,
                shuffle: bool = True) -> list[list[list[int]]]:
     """Steps of bins of sample indices. It knows nothing of ranks: 2 ranks with 1 bin each train as 1 rank with 2."""
     order, lengths = list(range(len(samples))), [sample.tokens for sample in samples]
     if shuffle:
+        order = seen_in_epoch([sample.weight for sample in samples], seed, epoch)
         random.Random(f"{seed}:{epoch}").shuffle(order)
         bins = pack(lengths, order, capacity)
         random.Random(f"{seed}:{epoch}:bins").shuffle(bins)  # the fullest close first
     else:
         bins = pack(lengths, order, capacity, OPEN_BINS_IN_ORDER)
     return [bins[start:start + bins_per_step] for start in range(0, len(bins), bins_per_step)]
-
-
-# ---- the loader ----
-def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wait: samples):
-    """Yields (bin, its batch on the device, seconds waited for files); threads read ahead, copies run beside the
-    computation.
-
-    take(bin, wait) gives a bin's samples ([]: none is left, the bin is passed over), or None where they are not there
-    yet and it shall not wait. """
-    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-    todo, ahead = deque(bins), deque()
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        def fill(wait: bool) -> None:
-            while todo and len(ahead) <= workers and (samples := take(todo[0], wait and not ahead)) is not None:
-                item = todo.popleft()
-                if samples:
-                    ahead.append((item, pool.submit(load, samples)))
-
-        fill(True)
-        while ahead:
-            begun = time.monotonic()
-            item, future = ahead.popleft()
-            batch = future.result()
-            waited = time.monotonic() - begun
-            # Not waiting: where the disk is bounded, the samples waited for come only after this batch is trained on
-            # and released
-            fill(False)
-            yield item, on_device(batch, device, dtype, copies), waited
-            fill(True)
-
-
-def on_device(batch: Batch, device, dtype, copies) -> Batch:
-    """The batch on the device, copied on the stream `copies` if there is one."""
-    if not copies:
-        return batch.to(device, dtype)
-    current = torch.cuda.current_stream(device)
-    with torch.cuda.stream(copies):
-        moved = batch.to(device, dtype)
-    current.wait_stream(copies)
-    for value in vars(moved).values():
-        if torch.is_tensor(value):
-            value.record_stream(current)  # allocated on the other stream, used here
-    return moved
 
 
 def add_noise(batch: Batch, std: float, seed: str) -> None:

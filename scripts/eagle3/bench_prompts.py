@@ -20,6 +20,7 @@ DATASETS = {
     "humaneval": ("openai/openai_humaneval", None, "test", "prompt"),
     "math-500": ("HuggingFaceH4/MATH-500", None, "test", "problem"),
 }
+WITHOUT_VALIDATION = 64  # prompts of each source
 FORMS = ("prompt_ids", "messages", "prompt")  # of a row; the first one that is there counts
 
 
@@ -79,10 +80,23 @@ def wanted_rows(args: argparse.Namespace) -> list[dict]:
             per_source[row["source"]] += 1
             if args.limit is None or per_source[row["source"]] <= args.limit:
                 kept.append(row)
+    if wanted is not None and not wanted:
+        raise UserError(f"--ids {args.ids}: no ids in it: its drafter was trained without validation samples "
+                        "(--val-ratio 0). Name prompts that it has not seen, and leave out --ids.")
     if not kept:
-        raise UserError(f"--ids {args.ids}: none of its {len(wanted)} ids is among the {read} prompts." if wanted else
+        raise UserError(f"--ids {args.ids}: none of its {len(wanted)} ids is among the {read} prompts. Name the "
+                        "responses/ that they are of with --prompts." if wanted else
                         "no prompts. Name some with --prompts or --dataset.")
     return kept
+
+
+def prompts_of_training(args: argparse.Namespace) -> None:
+    """--doctor without prompts: those of the samples that training's prediction is about; where training validated on
+    none (04's --val-ratio 0), some of those it was trained on.
+    """
+    args.prompts, args.ids = [args.run_dir / "responses"], args.ids or args.draft_path.parent / "val_ids.json"
+    if not read_ids(args.ids):
+        args.ids, args.limit = None, args.limit or WITHOUT_VALIDATION
 
 
 def read_ids(path: Path) -> set[str]:

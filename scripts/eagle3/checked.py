@@ -8,20 +8,23 @@ Shapes: T tokens of a sample, S its first response token, Vt target vocabulary, 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from eagle3.batches import Sample
+from eagle3.checkpoints import writing
 from eagle3.drafter import chunks, logits_of
+from eagle3.processes import LONG_WORK, meet
 from eagle3.stage import UserError, bar, duration, log, write_atomic
-from eagle3.states import check_sample, response_start, sample_path
+from eagle3.states import UNREADABLE, check_sample, response_start, sample_path
 
 CHECK_CHUNK = 256
 MIN_AGREEMENT = 0.05  # less of the response being the target's argmax means: other states, other target
@@ -52,8 +55,10 @@ def other_target(folder: Path, agreement: float) -> UserError:
 
 
 def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, workers: int) -> None:
-    """Read this rank's share of the files once, and keep what is found in `cache`. inputs: `inputs.Inputs`."""
-    cache.mkdir(exist_ok=True)
+    """Read this rank's share of the files once, and keep what is found in `cache`. inputs: of its facts, index, target
+    and draft_ids (`sources.Source`, `inputs.Inputs`).
+    """
+    cache.mkdir(exist_ok=True, parents=True)
     index, norm = inputs.index, inputs.target.final_norm()
     head, draft_ids = head.to(process.device, process.dtype), inputs.draft_ids.to(process.device)
     # A rank's share must not depend on what others have finished when it looks
@@ -78,7 +83,8 @@ def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, 
                     read += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
                 records.append(record)
             found = save({"mass": torch.cat(masses)}, {"samples": json.dumps(records)})
-            write_atomic(cache / f"{start:08d}.safetensors", found)
+            with writing(cache):
+                write_atomic(cache / f"{start:08d}.safetensors", found)
             progress.update(CHECK_CHUNK)
             if process.rank == 0 and time.monotonic() - told > 10:
                 told = time.monotonic()
@@ -99,7 +105,9 @@ def in_order(rows: list, submit, ahead: int):
 
 
 def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
-    """(samples, problems {id: reason}, share of response tokens that are the target's argmax). Raises UserError."""
+    """(samples, problems {id: reason}, (response tokens that are the target's argmax, those predicted)). Raises
+    UserError.
+    """
     samples, problems, agreed, predicted = [], {}, 0, 0
     for start in range(0, len(index), CHECK_CHUNK):
         path = cache / f"{start:08d}.safetensors"
@@ -122,31 +130,44 @@ def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
                 samples.append(sample)
             else:
                 problems[record["id"]] = NO_LOSS
-    return samples, problems, agreed / max(1, predicted)
+    return samples, problems, (agreed, predicted)
 
 
-def usable_samples(args, inputs, head: torch.Tensor, process):
-    """(samples, dropped {reason: n}, share of response tokens that are the target's argmax).
+def forget(cache: Path) -> None:
+    """What was found is found anew."""
+    for path in cache.rglob("*.safetensors"):
+        if re.fullmatch(r"\d{8}\.safetensors", path.name):
+            path.unlink()
 
-    Raises UserError when too much is wrong. args: data_dir, output_dir, max_seq_len and num_workers.
-    """
-    folder, cache, index = args.data_dir, args.output_dir / "checked", inputs.index
-    check_files(folder, cache, inputs, head, process, args.num_workers)
-    if process.world > 1:
-        dist.barrier()
-    samples, problems, agreement = read_checked(folder, cache, index, args.max_seq_len)
-    dropped = dict(sorted(Counter(problems.values()).items()))
+
+@dataclass
+class Checked:
+    """What a folder holds."""
+    samples: list[Sample]
+    dropped: Counter  # {reason: count}
+    agreed: int  # response tokens that are the target's argmax
+    predicted: int  # of so many
+
+
+def usable_samples(source, max_tokens: int, workers: int, head: torch.Tensor, process) -> Checked:
+    """The samples of a folder (`sources.Source`), each read whole once. Raises UserError when too much is wrong."""
+    folder, index = source.folder, source.index
+    check_files(folder, source.cache, source, head, process, workers)
+    meet(process, LONG_WORK)
+    samples, problems, (agreed, predicted) = read_checked(folder, source.cache, index, max_tokens)
+    dropped = Counter(problems.values())
     damaged = sorted(name for name, problem in problems.items() if not problem.startswith("no response token"))
     too_many = len(damaged) > MAX_BAD * len(index)
     for name in damaged[:10 if too_many else None] + sorted(problems.keys() - set(damaged))[:10]:
         process.say(f"skipped {sample_path(folder, name)} | {problems[name]}")
     if too_many:
-        raise UserError(f"{folder}: {len(damaged)} of {len(index)} samples are bad ({dropped}; the first: "
-                        f"{sample_path(folder, damaged[0])}). Run 03_extract.py --verify, extract anew what it names "
-                        "(--redo-failed), then this with another --output-dir.")
-    if agreement < MIN_AGREEMENT and samples:
-        raise other_target(folder, agreement)
-    if len(samples) < 2:
-        raise UserError(f"{folder}: {len(samples)} usable samples {dropped or ''}; at least 2 are needed, one of them "
-                        "to validate.")
-    return samples, dropped, agreement
+        meet(process, LONG_WORK)  # all have read it
+        if process.rank == 0:
+            forget(source.cache)  # what is mended is looked at again
+        see = "See to the disk. " if UNREADABLE in dropped else ""
+        raise UserError(f"{folder}: {len(damaged)} of {len(index)} samples are bad ({dict(sorted(dropped.items()))}; "
+                        f"the first: {sample_path(folder, damaged[0])}). {see}Run 03_extract.py --verify, extract anew "
+                        "what it names (--redo-failed), then this again.")
+    if agreed < MIN_AGREEMENT * predicted:
+        raise other_target(folder, agreed / predicted)
+    return Checked(samples, dropped, agreed, predicted)

@@ -1,8 +1,7 @@
-"""Figures of training: what they are made of, metrics.jsonl, the parts of a log line, and the plot."""
+"""Figures of training: what they are made of, metrics.jsonl, the parts of a log line."""
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -16,12 +15,18 @@ PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "RTX PRO 6000": 504}
 
 
 def step_metrics(sums: torch.Tensor, counts) -> dict:
-    """loss_k, full_acc_k, cond_acc_k from the sums of a pass over all ranks and the loss rows of each step."""
+    """loss_k, full_acc_k, cond_acc_k from the sums of a pass over all ranks and the loss rows of each step. None where
+    nothing was counted: no draft of the step before was right, or no response is that long.
+    """
     metrics = {}
     for k, (loss, counted, chain, before) in enumerate(sums.tolist()):
-        metrics |= {f"loss_{k}": loss / max(1, counts[k]), f"full_acc_{k}": chain / max(1, counted),
-                    f"cond_acc_{k}": chain / max(1, before)}
+        metrics |= {f"loss_{k}": share(loss, counts[k]), f"full_acc_{k}": share(chain, counted),
+                    f"cond_acc_{k}": share(chain, before)}
     return metrics
+
+
+def share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 class Window:
@@ -29,15 +34,34 @@ class Window:
 
     def __init__(self, steps: int):
         self.sums, self.counts = 0, np.zeros(steps, np.int64)
+        self.missing = np.zeros(steps)  # of these counts: rows of this rank that could not be read
         self.tokens = self.flops = self.waited = 0
         self.begun = time.monotonic()
 
     def add(self, sums: torch.Tensor, counts: np.ndarray, tokens: int) -> None:
         self.sums, self.counts, self.tokens = self.sums + sums.double(), self.counts + counts, self.tokens + tokens
 
+    def totals(self) -> torch.Tensor:
+        """(K, 5) on the device: the pass's sums, and the rows missing; of this rank."""
+        missing = torch.as_tensor(self.missing, dtype=self.sums.dtype, device=self.sums.device)
+        return torch.cat([self.sums, missing[:, None]], 1)
+
+    def kept(self) -> dict | None:
+        """What a checkpoint keeps of it, bit by bit; None where nothing happened yet."""
+        if not torch.is_tensor(self.sums):
+            return None
+        return {"sums": self.sums.tolist(), "counts": self.counts.tolist(), "missing": self.missing.tolist()}
+
+    def take_up(self, kept: dict, device) -> None:
+        """Add what `kept` gave: this window goes on from there."""
+        self.sums = self.sums + torch.tensor(kept["sums"], dtype=torch.float64, device=device)
+        self.counts = np.array(kept["counts"])  # of the step, so the same on each rank
+        self.missing = self.missing + np.array(kept["missing"])
+
 
 def listed(metrics: dict, name: str, steps: int, digits=3) -> str:
-    return " ".join(f"{metrics[f'{name}_{k}']:.{digits}f}" for k in range(steps))
+    values = [metrics[f"{name}_{k}"] for k in range(steps)]
+    return " ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
 
 
 def gpu_use(flops: float, device) -> str:
@@ -74,27 +98,5 @@ class Metrics:
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
         for key, value in row.items() if self.writer else ():
-            self.writer.add_scalar(key, value, row["step"])
-
-
-def plot(metrics: list[dict], path: Path) -> None:
-    """training.png: loss and conditional accuracy of each TTT step, in training and on validation samples."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
-    training = [row for row in metrics if "loss" in row]
-    validation = [row for row in metrics if "val_accept_length" in row]
-    for axis, name in zip(axes, ("loss", "cond_acc")):
-        for k in range(sum(key.startswith("loss_") for key in training[0])):
-            for rows, prefix, style in ((training, "", f"C{k}"), (validation, "val_", f"C{k}o--")):
-                axis.plot([row["step"] for row in rows], [row[f"{prefix}{name}_{k}"] for row in rows], style,
-                          label=None if prefix else f"{name}_{k}")
-    for axis, title in zip(axes, ("loss (dashed: validation)", "conditional accuracy (dashed: validation)")):
-        axis.set(title=title, xlabel="step")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".tmp"), format="png", dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-    os.replace(path.with_suffix(".tmp"), path)
+            if value is not None:
+                self.writer.add_scalar(key, value, row["step"])

@@ -14,7 +14,10 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=formatter, allow_abbrev=False)
     add = parser.add_argument
     add("--verifier-path", type=Path, help="the target's folder")
-    add("--data-dir", type=Path, help="hidden_states/ of 03_extract")
+    add("--data-dir", type=Path, action="append",
+        help="hidden_states/ of 03_extract; may be given several times: each sample is used once, by id and tokens")
+    add("--data-weight", type=float, nargs="+", metavar="W",
+        help="one a --data-dir: how often its samples are seen in an epoch (2.25: twice, a quarter of them thrice)")
     add("--vocab-mapping-dir", type=Path, help="vocab_mapping/ of 02_build_vocab")
     add("--output-dir", type=Path)
     add("--finetune-from", type=Path, metavar="DIR", help="start from this drafter (a best/ or checkpoint folder)")
@@ -25,6 +28,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--export-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one; CUDA_VISIBLE_DEVICES says which")
     add("--save-every", type=int, default=0, metavar="STEPS", help="evaluate and save so often; always at epochs' ends")
+    add("--eval-every", type=int, default=0, metavar="STEPS",
+        help="also evaluate so often, without a checkpoint; best/ is the best one among the checkpoints")
     add("--keep-checkpoints", type=int, default=2, help="the latest checkpoints kept; best/ stays besides")
     add("--num-workers", type=int, default=4, help="threads that read samples ahead")
     add("--log-every", type=int, default=20, metavar="STEPS")
@@ -43,7 +48,10 @@ def add_schedule_flags(add) -> None:
              "03's bound (less validation). Smaller: 03 waits less, more checkpoints")
     add("--max-steps", type=int, help="stop after this many optimizer steps (the schedule ends there)")
     add("--lr", type=float, default=3e-5, help="peak learning rate")
-    add("--scheduler", choices=("cosine", "linear", "constant"), default="cosine")
+    add("--scheduler", choices=("cosine", "linear", "constant", "wsd"), default="cosine",
+        help="of the learning rate after the warm-up; wsd: stable, then down as 1 - sqrt over --decay-ratio")
+    add("--min-lr-ratio", type=float, default=0.0, metavar="F", help="cosine, linear and wsd end at this times --lr")
+    add("--decay-ratio", type=float, default=0.2, metavar="F", help="share of all steps in which wsd goes down")
     add("--warmup-ratio", type=float, default=0.01)
     add("--optimizer", choices=("adamw", "muon"), help="muon: for the matrices; AdamW for lm_head and the norms")
     add("--weight-decay", type=float, default=0.0)
@@ -53,7 +61,10 @@ def add_schedule_flags(add) -> None:
     add("--max-seq-len", type=int, default=2048, help="tokens of a sample used; the rest is cut off and counted")
     add("--batch-tokens", type=int, default=8192, help="tokens packed into a micro-batch of one GPU")
     add("--grad-accum", type=int, default=1, help="micro-batches of a GPU in an optimizer step")
-    add("--val-ratio", type=float, default=0.1)
+    add("--val-ratio", type=float, default=0.1,
+        help="share of the samples held out to validate on; 0: none, then best/ is the last checkpoint")
+    add("--val-data-dir", type=Path, metavar="DIR",
+        help="validate on all samples of this folder of 03_extract instead; none of them is trained on")
     add("--seed", type=int, default=0)
 
 
@@ -87,11 +98,25 @@ LIMITS = (  # what, whether a value fits, the flags it is said of
     ("at least 1", lambda x: x >= 1,
      "epochs max-steps max-seq-len batch-tokens grad-accum ttt-steps num-draft-steps log-every keep-checkpoints "
      "num-heads num-kv-heads head-dim intermediate-size max-position-embeddings draft-layers"),
-    ("at least 0", lambda x: 0 <= x < math.inf, "lr weight-decay step-decay noise-std num-workers save-every"),
+    ("at least 0", lambda x: 0 <= x < math.inf,
+     "lr weight-decay step-decay noise-std num-workers save-every eval-every"),
     ("above 0", lambda x: 0 < x < math.inf, "max-grad-norm rope-theta"),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup-ratio"),
-    ("at least 0 and below 1", lambda x: 0 <= x < 1, "beta1 beta2 ema"),
-    ("between 0 and 1", lambda x: 0 < x < 1, "val-ratio"))
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup-ratio min-lr-ratio decay-ratio"),
+    ("at least 0 and below 1", lambda x: 0 <= x < 1, "beta1 beta2 ema val-ratio"))
+
+
+# Flags that came later, and the value that a folder begun without them has: it is not written into a config, so that
+# such a folder goes on
+UNSAID = {"min-lr-ratio": 0.0, "decay-ratio": 0.2, "data-weight": None, "val-data-dir": None}
+
+
+def as_config(args) -> dict:
+    """The flags as they stand in a config: {"epochs": 5, ...}."""
+    config = {key.replace("_", "-"): str(value) if isinstance(value, Path) else value
+              for key, value in vars(args).items()}
+    folders = [str(folder) for folder in config.pop("data-dirs")]
+    config["data-dir"] = folders if len(folders) > 1 else folders[0]
+    return {key: value for key, value in config.items() if key not in UNSAID or value != UNSAID[key]}
 
 
 def check_args(args) -> None:
@@ -108,14 +133,32 @@ def check_args(args) -> None:
     recipe.fill(args)
     args.num_draft_steps = args.num_draft_steps or args.ttt_steps
     args.batch_tokens = max(args.batch_tokens, args.max_seq_len)
+    check_folders(args)
     if args.follow and (args.epochs != 1 or args.max_steps or not 0 < args.release_share <= 1):
         raise UserError("--follow is one pass: it needs --epochs 1, no --max-steps (cut with 03's --limit), and a "
                         "--release-share above 0, at most 1.")
-    if args.follow:
-        args.order = "plan"
     weights = args.step_weights
     if weights and (len(weights) != args.ttt_steps or not all(0 <= weight < math.inf for weight in weights)):
         raise UserError(f"--step-weights {weights}: --ttt-steps {args.ttt_steps} needs as many, none below 0.")
     if args.num_draft_steps > args.ttt_steps:
         raise UserError(f"--num-draft-steps {args.num_draft_steps} needs --ttt-steps of at least as many, "
                         f"not {args.ttt_steps}.")
+
+
+def check_folders(args) -> None:
+    """Of --data-dir: `data_dir` becomes the first one, `data_dirs` all. Raises UserError."""
+    args.data_dirs, args.data_dir = args.data_dir, args.data_dir[0]
+    if args.follow:
+        args.order = "plan"
+    if len({folder.resolve() for folder in args.data_dirs}) < len(args.data_dirs):
+        raise UserError("--data-dir: the same folder is named twice. --data-weight says how often its samples are "
+                        "seen.")
+    if args.order == "plan" and (len(args.data_dirs) > 1 or args.data_weight):
+        raise UserError("--order plan and --follow go through one --data-dir as 03 planned it, without --data-weight.")
+    weights = args.data_weight
+    if weights and (len(weights) != len(args.data_dirs) or not all(0 < weight < math.inf for weight in weights)):
+        raise UserError(f"--data-weight {weights}: one above 0 for each of {len(args.data_dirs)} --data-dir.")
+    if args.eval_every and not args.val_data_dir and (args.follow or not args.val_ratio):
+        why = "with --follow they are there at the end only" if args.follow else "--val-ratio is 0"
+        raise UserError(f"--eval-every needs validation samples, and {why}. Name some with --val-data-dir, or leave it "
+                        "out.")

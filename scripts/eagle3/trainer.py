@@ -1,61 +1,15 @@
-"""Where a process computes, which pass it takes, and one optimizer step."""
+"""Which pass trains a drafter, and one optimizer step."""
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from eagle3 import fused, ttt
 from eagle3.drafter import Drafter, NamedTensors
 from eagle3.optimizers import AdamW, Gradients, Muon
-from eagle3.stage import UserError, log
 
 
-# ---- processes ----
-@dataclass(frozen=True)
-class Process:
-    """One of `world` processes that train together, and where it computes. A single one takes the same path as many."""
-    rank: int
-    world: int
-    device: torch.device
-    dtype: torch.dtype
-
-    def say(self, event: str) -> None:
-        if self.rank == 0:
-            log(event)
-
-
-def join_processes(device: str | None, dtype: str | None) -> Process:
-    """Joins the other ranks, if torchrun started any. Raises UserError."""
-    rank, world, local = (int(os.environ.get(name, default))
-                          for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
-        if local >= torch.cuda.device_count():
-            raise UserError(f"rank {rank} wants GPU {local}, torch sees {torch.cuda.device_count()}. "
-                            "Start as many processes as GPUs, or --device cpu.")
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if world > 1:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(hours=12))
-    return Process(rank, world, device, getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")))
-
-
-def all_ranks(value, process: Process) -> list:
-    """`value` of each rank."""
-    parts = [value] * process.world
-    if process.world > 1:
-        dist.all_gather_object(parts, value)
-    return parts
-
-
-# ---- one optimizer step ----
 def choose_pass(draft: Drafter):
     """The module whose `ttt_pass` trains this drafter: `fused` where it runs, else `ttt`, the slow definition."""
     return fused if fused.runs(draft) else ttt
@@ -66,13 +20,30 @@ def loss_weights(args) -> list[float]:
     return args.step_weights or [args.step_decay ** k for k in range(args.ttt_steps)]
 
 
-def learning_rate(step: int, total: int, peak: float, warmup: int, scheduler: str) -> float:
-    """Of step `step` (from 0) of `total`: linear warm-up, then cosine or linear to 0, or constant."""
+def learning_rate(step: int, total: int, peak: float, warmup: int, scheduler: str, floor: float = 0.0,
+                  decay_ratio: float = 0.2) -> float:
+    """Of step `step` (from 0) of `total`: linear warm-up to `peak`, then by `scheduler`:
+
+    cosine, linear: down over all steps that are left | constant | wsd: warm-up, stable, decay (MiniCPM, arXiv
+    2404.06395): `peak`, and over the last `decay_ratio` of all steps down as 1 - sqrt, which beats a linear decay and,
+    over a fifth of the steps, does as well as cosine (arXiv 2405.18392). What goes down goes down to floor * peak,
+    which the step behind the last one would have.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * {"cosine": cosine, "linear": 1 - progress, "constant": 1.0}[scheduler]
+    begin = max(warmup, total - round(decay_ratio * total)) if scheduler == "wsd" else warmup
+    progress = max(0, step - begin) / max(1, total - begin)
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0,
+            "wsd": 1 - math.sqrt(progress)}[scheduler]
+    return peak * (left + floor * (1 - left))
+
+
+def average_decay(decay: float, step: int) -> float:
+    """Weight of the old average after step `step` (from 1): small at first, as TensorFlow's ExponentialMovingAverage
+    has it with `num_updates`. After 6 steps less than 0.1 % of the random start is left, however large `decay` is; with
+    0.999 from the first step on, 94 % would be left after 60.
+    """
+    return min(decay, (1 + step) / (10 + step))
 
 
 class Trainer:
@@ -89,6 +60,7 @@ class Trainer:
         self.optimizer = {"adamw": AdamW, "muon": Muon}[args.optimizer](draft, (args.beta1, args.beta2), args.weight_decay)
         self.average = NamedTensors(weights, master.dtype, master.device) if args.ema else draft.master
         self.average.flat.copy_(master)
+        self.grad_norm = master.new_zeros(())  # of the last step, before clipping; on the device
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds: all of the state besides the step; random numbers depend on seed, epoch and batch
@@ -97,8 +69,20 @@ class Trainer:
         kept = {"master": self.draft.master.flat, **self.optimizer.state()}
         return kept | ({"average": self.average.flat} if self.args.ema else {})
 
+    def not_finite(self) -> list[str]:
+        """What of all this is not finite, or too large for the exported dtype. Waits for the device."""
+        named = {name: torch.linalg.vector_norm(tensor, math.inf) for name, tensor in self.tensors().items()}
+        named = {"weights" if name == "master" else name: norm for name, norm in named.items()}
+        named["gradient norm"] = self.grad_norm
+        largest = dict(zip(named, torch.stack([norm.double() for norm in named.values()]).tolist()))
+        found = [name for name, value in largest.items() if not math.isfinite(value)]
+        exported = largest["average" if self.args.ema else "weights"]
+        if not found and exported > torch.finfo(getattr(torch, self.args.export_dtype)).max:
+            found = [f"weights as {self.args.export_dtype} (--export-dtype)"]
+        return found
+
     def update(self, batches, turns: int, counts, lr: float) -> torch.Tensor:
-        """Take `turns` micro-batches from the iterator `batches` and change the weights once.
+        """Take `turns` micro-batches (or None) from the iterator `batches` and change the weights once.
 
         counts (K,): loss rows of the whole step, on all ranks: the loss is a mean over them, whoever computes which
         part. Returns the pass's sums of this rank (K, 4). """
@@ -111,15 +95,19 @@ class Trainer:
             grads.done(*self.ttt.reduce_order(draft.shape))
         for turn in range(turns):
             grads.begin(first=turn == 0, last=turn == turns - 1)
-            sums += self.ttt.ttt_pass(draft, next(batches), step_weights, grads, args.loss)[0]
+            batch = next(batches)
+            if batch:
+                sums += self.ttt.ttt_pass(draft, batch, step_weights, grads, args.loss)[0]
+            else:  # nothing of it could be read
+                grads.done(*self.ttt.reduce_order(draft.shape))
         grads.wait()
         self.ttt.finish(grads, draft)
-        norm = torch.linalg.vector_norm(grads.flat, dtype=master.dtype)
-        clip = (args.max_grad_norm / (norm + 1e-6)).clamp_(max=1)  # stays on the device
+        self.grad_norm = torch.linalg.vector_norm(grads.flat, dtype=master.dtype)
+        clip = (args.max_grad_norm / (self.grad_norm + 1e-6)).clamp_(max=1)  # stays on the device
         self.step += 1
         self.optimizer.update(grads, clip, lr, self.step)
         if args.ema:
-            self.average.flat.lerp_(master, 1 - args.ema)
+            self.average.flat.lerp_(master, 1 - average_decay(args.ema, self.step))
         return sums
 
 
