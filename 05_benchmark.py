@@ -12,8 +12,8 @@ Time    each prompt once per variant, level and repeat: 100 of 512 tokens at 90 
 Resume  the same command goes on with the first unit that is not finished; with more --repeats it measures more
 
 Words. variant: plain, speculative, or one point of --sweep. level: requests in flight at a time. unit: all prompts
-once, of one variant at one level. repeat: of all units, the variants in turned order (plain, speculative,
-speculative, plain), because two runs of the same differ by more than their prompts tell: one repeat gives no verdict.
+once, of one variant at one level. repeat: all units once, the variants in turned order (plain, speculative,
+speculative, plain): two runs of the same differ by more than their prompts tell, so one repeat gives no verdict.
 accept_length: 1 + correct drafts / verify steps, summed over requests first, as SGLang counts. A request's last step
 also counts drafts that were right *beyond* the stop token or --max-tokens; accept_length_in_answer leaves those out:
 training can predict it.
@@ -45,7 +45,6 @@ from eagle3.report import build_report, figures_table, prediction_sentence, repo
 from eagle3.servers import ServerGone, command_line  # noqa: E402
 from eagle3.stage import (UserError, log, open_stage, parse_args, read_json, read_manifest, read_run_file,  # noqa: E402
                           run, write_atomic, write_manifest)
-from eagle3.target import text_config  # noqa: E402
 
 STAGE = "05_benchmark"
 MAX_PROBES = 200
@@ -93,6 +92,11 @@ class Benchmark:
         finished = {Unit(unit["variant"], unit["level"], unit["repeat"]) for unit in self.measured.units}
         return [unit for unit in self.planned if unit not in finished]
 
+    def unmet(self) -> list[str]:
+        """Variants of whose server nothing is known: its line was damaged."""
+        return [variant for variant in dict.fromkeys(unit["variant"] for unit in self.measured.units)
+                if variant not in self.measured.servers]
+
 
 # ---- 1. what to send, and where ----
 def choose_tokenizer(bench: Benchmark) -> str:
@@ -104,14 +108,6 @@ def choose_tokenizer(bench: Benchmark) -> str:
         return endpoints.flag(bench.variants[0], "--model-path")
     url = endpoints.use("speculative")
     return contact(url, "speculative", endpoints.headers, args.draft_path, bench.provenance)["model_path"]
-
-
-def vocabulary(folders: list) -> int | None:
-    """The number of the target's tokens, by the config.json in the first of these folders that has it."""
-    for folder in folders:
-        if folder and (Path(folder) / "config.json").is_file():
-            return text_config(Path(folder)).get("vocab_size")
-    return None
 
 
 def hashes_of(bench: Benchmark) -> dict[str, str]:
@@ -174,9 +170,8 @@ def measure(bench: Benchmark) -> None:
             measure_unit(bench, unit, url)
         except ServerGone as error:
             leave_out(bench, unit.variant, ServerGone(f"{error}{bench.endpoints.reason()}"))
-    for variant in dict.fromkeys(unit["variant"] for unit in bench.measured.units):
-        if variant not in bench.measured.servers:  # its line was damaged
-            meet(bench, variant, bench.endpoints.use(variant))
+    for variant in bench.unmet():
+        meet(bench, variant, bench.endpoints.use(variant))
 
 
 def leave_out(bench: Benchmark, variant: str, error: Exception) -> None:
@@ -342,16 +337,22 @@ def measure_and_report(bench: Benchmark) -> None:
     tokenizer = choose_tokenizer(bench)
     bench.endpoints.check_drafter()
     bench.prompts = load_prompts(args, tokenizer)
-    check_ids(bench.prompts, vocabulary([args.draft_path, tokenizer]))
+    check_ids(bench.prompts, [args.draft_path, tokenizer])
     bench.inputs = hashes_of(bench)
     begun_with = binding.bound(bench.config, bench.inputs, bench.endpoints.servers if args.launch else None)
-    lock = open_stage(out, begun_with, bench_flags.MAY_CHANGE, lambda old: binding.renewed(old, out))
+    with open_stage(out, begun_with, bench_flags.MAY_CHANGE, lambda old: binding.renewed(old, out)):
+        fill(bench)
+
+
+def fill(bench: Benchmark) -> None:
+    """The report's folder, which is locked for this process. Raises UserError, ServerGone, OSError."""
+    args, out = bench.args, bench.args.output_dir
     complete = (out / "manifest.json").exists() and bool(read_manifest(out, STAGE))
     bench.measured = Measured(out / "raw.jsonl", [prompt["id"] for prompt in bench.prompts])
     plan(bench, complete)
     log(f"config {json.dumps(bench.config)}")
     log(f"inputs {json.dumps(bench.inputs)}")
-    if complete and not bench.unfinished():
+    if complete and not bench.unfinished() and not bench.unmet():
         log("complete already")
         print(figures_table(read_json(out / "report.json")), flush=True)
         log(f"done: {bench.report_path}")
@@ -365,7 +366,6 @@ def measure_and_report(bench: Benchmark) -> None:
     bench.endpoints.close()
     say(bench)  # 4.
     finish(bench)
-    lock.close()
     log(f"done: {bench.report_path}")
 
 

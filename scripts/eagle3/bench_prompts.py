@@ -9,6 +9,7 @@ from typing import Iterator, Mapping
 
 from eagle3.responses import part_files, read_jsonl
 from eagle3.stage import UserError
+from eagle3.target import text_config
 from eagle3.tokens import load_tokenizer
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "bench_prompts"
@@ -49,11 +50,14 @@ def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
     return prompts
 
 
-def check_ids(prompts: list[dict], vocabulary: int | None) -> None:
-    """An id that the target does not have would end SGLang's scheduler, and the run. vocabulary: how many it has.
+def check_ids(prompts: list[dict], folders: list) -> None:
+    """An id that the target does not have would end SGLang's scheduler, and the run.
 
-    Raises UserError.
+    folders: of models; the first that is here and has a config.json tells how many tokens the target has. Raises
+    UserError.
     """
+    here = [Path(folder) for folder in folders if folder and (Path(folder) / "config.json").is_file()]
+    vocabulary = text_config(here[0]).get("vocab_size") if here else None
     for prompt in prompts:
         ids, where = prompt["prompt_ids"], f"prompts of {prompt['source']}: prompt_ids of {prompt['id']!r}"
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):

@@ -119,8 +119,8 @@ class Measured:
                 if self._take(row, line, group):
                     kept += [*group.lines, line]
                 else:
-                    self.damage.append(f"line {number}: {row.get('variant', row['kind'])} "
-                                       f"c{row.get('level', '-')} r{row.get('repeat', '-')} is not what was written")
+                    named = " ".join(str(row[key]) for key in UNIT_KEYS if key in row) or "it"
+                    self.damage.append(f"line {number}: {named} is not what was written")
                     lost += [*group.lines, line]
         left = [line for group in unclosed.values() for line in group.lines]
         if len(unclosed) > 1 or left and not data.startswith(b"".join([*kept, *left])):

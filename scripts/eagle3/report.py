@@ -12,7 +12,8 @@ from eagle3.measured import Measured
 def build_report(measured: Measured, prompts: list[dict], prediction: dict | None, config: dict) -> dict:
     """Everything that is said about the run. prediction: training's, of the drafter; config: flag -> value."""
     units = measured.units
-    levels, variants = sorted({unit["level"] for unit in units}), list(dict.fromkeys(u["variant"] for u in units))
+    levels, names = sorted({unit["level"] for unit in units}), dict.fromkeys(unit["variant"] for unit in units)
+    variants = sorted(names, key=lambda name: name != "plain")  # it may have been measured again, after the others
     steps = {name: measured.servers.get(name, {}).get("speculative_num_steps") or 0 for name in variants}
     report = {"levels": {}, "variants": {}, "servers": measured.servers, "config": config, "prompts": {
         "count": len(prompts), "sources": count(prompt["source"] for prompt in prompts),
@@ -33,7 +34,7 @@ def build_report(measured: Measured, prompts: list[dict], prediction: dict | Non
 
 
 def level_rows(of: dict[str, list[dict]], steps: dict[str, int], probes: dict, config: dict) -> dict[str, dict]:
-    """{variant: figures} of one level; of: {variant: its units}."""
+    """{variant: figures} of one level; of: {variant: its units}, plain first."""
     row, greedy, price = {}, config["temperature"] == 0, config["usd-per-hour"]
     for variant, units in of.items():
         row[variant] = figures = level_figures(units, steps[variant])
@@ -42,7 +43,7 @@ def level_rows(of: dict[str, list[dict]], steps: dict[str, int], probes: dict, c
         if variant == "plain" or "plain" not in of:
             continue
         figures |= speed_up(of["plain"], units)
-        base, step = row["plain"]["decode_step_s"], figures["decode_step_s"]  # plain is always measured first
+        base, step = row["plain"]["decode_step_s"], figures["decode_step_s"]
         # what one verify step costs in plain steps: the emitted tokens a step above which speculation pays
         figures["break_even"] = step / base if base and step else None
         if greedy:
