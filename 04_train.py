@@ -51,6 +51,7 @@ from eagle3.checked import NO_LOSS  # noqa: E402
 from eagle3.checkpoints import (checkpoints, load_checkpoint, make_best, repair, save_checkpoint,  # noqa: E402
                                 write_val_ids)
 from eagle3.drafter import Drafter  # noqa: E402
+from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.metrics import Metrics, Window, gpu_use, listed, step_metrics  # noqa: E402
@@ -319,6 +320,9 @@ def main(argv: list[str]) -> None:
     args = parse_args(build_parser(), "train", argv)
     train_flags.check_args(args)
     process = join_processes(args.device, args.dtype)
+    if args.evaluate:
+        evaluate_drafters(args, process)
+        return
     inputs, say, output = read_inputs(args, process.say), process.say, args.output_dir
     sources = read_sources(args, inputs, say)
     config = resolved_config(args, inputs, process)
