@@ -1,6 +1,7 @@
 """Start one server of a run file in the foreground, printing its full command first; it ends when this script does.
 
-    python3 scripts/serve.py --config configs/quickstart.yaml --role extract --log .run/quickstart/logs/server_extract.log
+    python3 scripts/serve.py --config configs/quickstart.yaml --role extract \\
+      --log .run/quickstart/logs/server_extract.log
 
 Behind `nohup ... &` it outlives the shell and the SSH connection; `kill` of its pid stops it and the server.
 
@@ -24,7 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--role", required=True)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--wait", type=float, default=3600, help="seconds until it must be healthy (a 1T model loads slowly)")
+    parser.add_argument("--wait", type=float, default=3600,
+                        help="seconds until it must be healthy (a 1T model loads slowly)")
     return parser
 
 

@@ -85,6 +85,11 @@ def layer_weights(shape: Shape, tensors: dict) -> list[dict]:
 
 
 # ---- products with a vocabulary ----
+def sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that sums run in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def logits_of(x, head):
     """x (N, H) @ head (V, H).T, in float32 out of the matrix units also where x is bfloat16."""
     half = x.dtype in (torch.bfloat16, torch.float16)

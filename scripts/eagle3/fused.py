@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from eagle3.drafter import IN_EVERY_LAYER, chunks, layer_weights, logits_of
+from eagle3.drafter import IN_EVERY_LAYER, chunks, layer_weights, logits_of, sum_dtype
 from eagle3.optimizers import triton_runs
-from eagle3.ttt import Tally, sum_dtype
+from eagle3.ttt import Tally
 
 FAST = True
 FOLDED = {"q_embed": "input_norm", "kv_embed": "input_norm", "fc": "aux_norm"}  # matrix: the norm of its frozen input

@@ -5,11 +5,12 @@ Shapes: a matrix (m, n) with m <= n, transposed where it is taller than wide.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from eagle3.drafter import NamedTensors, layer_weights
+from eagle3.drafter import NamedTensors, layer_weights, sum_dtype
 
 EPSILON = 1e-8  # AdamW's
 MOMENTUM = 0.95  # Muon's
@@ -19,8 +20,7 @@ MOMENTUM = 0.95  # Muon's
 QUINTICS = ((8.093368512548258, -23.62043032882428, 17.446151749836254),
             (3.636585554259042, -2.7219267466089088, 0.5365462883273615),
             (2.6612999857771005, -1.9771545218846251, 0.4526164069964009))
-BLOCKS = 8  # of rows in a symmetric product: 9/16 of its arithmetic
-LARGE = 2048  # rows from which that is faster
+LARGE = 2048  # rows from which half of a symmetric product is faster than the whole
 
 
 @functools.cache
@@ -123,44 +123,49 @@ class AdamW:
 
 
 # ---- Muon ----
-def symmetric_product(a, b):
-    """a @ b, which is known to be symmetric, (m, k) @ (k, m). Of large ones only the lower blocks are multiplied."""
-    m = len(a)
-    if m < LARGE:
-        return a @ b
-    out, edges = a.new_empty(m, m), [m * i // BLOCKS for i in range(BLOCKS + 1)]
-    for start, end in zip(edges, edges[1:]):
-        torch.mm(a[start:end], b[:, :end], out=out[start:end, :end])
-        out[:start, start:end] = out[start:end, :start].t()
+def symmetric_product(a, b, out=None):
+    """a @ b, which is known to be symmetric; a (..., m, k), b (..., k, m).
+
+    Of a large one, what lies above the diagonal blocks of a quarter is copied from below: 10/16 of the arithmetic.
+    """
+    m = a.shape[-2]
+    if a.dim() > 2 or m < LARGE:
+        return torch.matmul(a, b, out=out)
+    out, half = a.new_empty(m, m) if out is None else out, m // 2
+    symmetric_product(a[:half], b[:, :half], out[:half, :half])
+    symmetric_product(a[half:], b[:, half:], out[half:, half:])
+    torch.mm(a[half:], b[:, :half], out=out[half:, :half])
+    out[:half, half:] = out[half:, :half].t()
     return out
 
 
 def orthogonal_factor(gradient: torch.Tensor) -> torch.Tensor:
-    """The matrix nearest to `gradient` (m, n) whose singular values are near 1: U V^T of its SVD, by Newton-Schulz.
+    """The matrix nearest to `gradient` (..., m, n) whose singular values are near 1: U V^T of its SVD, by Newton-Schulz.
 
     The quintics are applied to the Gram matrix A = X X^T, which is m x m: with P = a + b A + c A^2, X' = P X and
     A' = P A P, so X is multiplied once, at the end, by the product Q of all P. All of them are polynomials of the first
-    A, so they commute and their products are symmetric, half of which need not be computed: 3 m^2 n + 9 m^3
-    multiplications for three iterations, where five of Muon's take 20 m^2 n + 10 m^3. X is scaled by the root of A's
-    Frobenius norm, the least bound on the largest singular value to be had here: the others begin nearer to 1. Gram
-    matrices are float16 on a GPU: small singular values lie in the bits that bfloat16 lacks.
+    A, so they commute and their products are symmetric, nearly half of which need not be computed. Three iterations take
+    4 m^2 n + 18 m^3 operations, less what symmetry saves; five of Muon's 20 m^2 n + 10 m^3. X is scaled by the root of
+    A's Frobenius norm, the least bound on the largest singular value to be had here: the others begin nearer to 1.
+    On a GPU all is float16: small singular values lie in the bits that bfloat16 lacks.
     """
-    x = gradient if gradient.shape[0] <= gradient.shape[1] else gradient.t()
-    x = x * (len(x) ** 0.5 / x.norm().clamp_min(1e-30))  # rows of length 1, on average: float16 holds them
+    tall = gradient.shape[-2] > gradient.shape[-1]
+    x = gradient.transpose(-2, -1) if tall else gradient
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=sum_dtype(x)).clamp_min(1e-30)
+    x = x * (x.shape[-2] ** 0.5 / norm)  # rows of length 1, on average: float16 holds them
     if x.is_cuda:
         x = x.to(torch.float16)
-    gram, product = symmetric_product(x, x.t()), None
-    wide = torch.float64 if gram.dtype == torch.float64 else torch.float32
-    size = torch.linalg.vector_norm(gram, dtype=wide).clamp_min(1e-30)
-    gram = gram / size
+    gram, product = symmetric_product(x, x.transpose(-2, -1)), None
+    size = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True, dtype=sum_dtype(x)).clamp_min(1e-30)
+    gram = (gram / size).to(x.dtype)
     for i, (a, b, c) in enumerate(QUINTICS):
         factor = symmetric_product(gram, gram).mul_(c).add_(gram, alpha=b)
-        factor.diagonal().add_(a)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
         if i + 1 < len(QUINTICS):
             gram = symmetric_product(symmetric_product(factor, gram), factor)
         product = factor if product is None else symmetric_product(factor, product)
-    x = (product @ x).div_(size.sqrt())
-    return x if gradient.shape[0] <= gradient.shape[1] else x.t()
+    x = torch.matmul(product, x) / size.sqrt()
+    return x.transpose(-2, -1) if tall else x
 
 
 @torch.no_grad()
@@ -174,31 +179,58 @@ def nesterov_(momentum, gradient, clip) -> torch.Tensor:
     return wide.lerp_(momentum, MOMENTUM).to(gradient.dtype)
 
 
-def muon_matrices(shape, tensors) -> dict[str, list]:
-    """The matrices that Muon turns, as SGLang has them: {name: views side by side that make it up}.
+@dataclass
+class Matrix:
+    """A matrix as SGLang has it, made up of `views` side by side; of attention, its heads are turned one by one."""
+    views: list
+    heads: int = 1
+    side_by_side: bool = False  # heads are groups of columns (o), not of rows (q, k, v)
 
-    tensors: by our names. q, k and v are [embedding half, hidden half]; keys and values, gate and up are matrices each.
+    @property
+    def size(self) -> tuple[int, int]:
+        return len(self.views[0]), sum(view.shape[1] for view in self.views)
+
+    def work(self) -> int:
+        """Multiplications of its orthogonal factor."""
+        rows, columns = self.size
+        m, n = sorted((rows, columns // self.heads) if self.side_by_side else (rows // self.heads, columns))
+        return self.heads * (2 * m * m * n + 9 * m ** 3)
+
+    def factor(self) -> torch.Tensor:
+        """The orthogonal factor of what the views hold."""
+        rows, columns = self.size
+        whole = self.views[0] if len(self.views) == 1 else torch.cat(self.views, 1)
+        if self.heads == 1:
+            return orthogonal_factor(whole)
+        if self.side_by_side:
+            return orthogonal_factor(whole.view(rows, self.heads, -1).transpose(0, 1)).transpose(0, 1).reshape(rows, columns)
+        return orthogonal_factor(whole.view(self.heads, -1, columns)).reshape(rows, columns)
+
+
+def muon_matrices(shape, tensors) -> dict[str, Matrix]:
+    """What Muon turns, by name; tensors: by our names. q, k and v are [embedding half, hidden half].
+
+    Heads one by one are MuonSplit (arXiv 2605.08933): at Kimi's width a third of the arithmetic less, and more accepted
+    on the real target than whole matrices (scripts/README.md, "The recipe").
     """
-    keys, found = shape.key_columns, {"fc": [tensors["fc"]]}
+    keys, kv, found = shape.key_columns, shape.kv_heads, {"fc": Matrix([tensors["fc"]])}
     for layer, w in enumerate(layer_weights(shape, tensors)):
         both = [w[name] for name in ("kv_embed", "kv_hidden") if name in w]
         gate, up = w["gate_up"].chunk(2)
-        parts = {"q": [w[name] for name in ("q_embed", "q_hidden") if name in w], "k": [half[:keys] for half in both],
-                 "v": [half[keys:] for half in both], "o": [w["o"]], "gate": [gate], "up": [up], "down": [w["down"]]}
-        found |= {f"{name}.{layer}": views for name, views in parts.items()}
+        parts = {"q": Matrix([w[name] for name in ("q_embed", "q_hidden") if name in w], shape.heads),
+                 "k": Matrix([half[:keys] for half in both], kv), "v": Matrix([half[keys:] for half in both], kv),
+                 "o": Matrix([w["o"]], shape.heads, side_by_side=True), "gate": Matrix([gate]), "up": Matrix([up]),
+                 "down": Matrix([w["down"]])}
+        found |= {f"{name}.{layer}": matrix for name, matrix in parts.items()}
     return found
 
 
-def shared_out(matrices: dict[str, list], world: int) -> dict[str, int]:
+def shared_out(matrices: dict[str, Matrix], world: int) -> dict[str, int]:
     """{matrix: the rank that turns it}, the heaviest first, each to the rank that has least to do."""
-    def work(views):
-        m, n = sorted((len(views[0]), sum(view.shape[1] for view in views)))
-        return 3 * m * m * n + 9 * m ** 3
-
     load, owner = [0] * world, {}
-    for name in sorted(matrices, key=lambda name: -work(matrices[name])):
+    for name in sorted(matrices, key=lambda name: -matrices[name].work()):
         owner[name] = load.index(min(load))
-        load[owner[name]] += work(matrices[name])
+        load[owner[name]] += matrices[name].work()
     return owner
 
 
@@ -228,19 +260,16 @@ class Muon:
     def update(self, grads: Gradients, clip: torch.Tensor, lr: float, step: int) -> None:
         self.rest.update(grads, clip, lr, step)
         directions = {name: nesterov_(momentum, grads[name], clip) for name, momentum in self.momentum.views.items()}
-        directions, turned = muon_matrices(self.draft.shape, directions), {}
-        for name, views in directions.items():
-            if self.owner[name] == self.rank:
-                whole = views[0] if len(views) == 1 else torch.cat(views, 1)
-                turned[name] = orthogonal_factor(whole).to(grads.flat.dtype).contiguous()
-        for name, masters in self.masters.items():
-            size = len(masters[0]), sum(view.shape[1] for view in masters)
-            update = turned.pop(name) if name in turned else grads.flat.new_empty(size)
+        directions = muon_matrices(self.draft.shape, directions)
+        turned = {name: directions[name].factor().to(grads.flat.dtype).contiguous()
+                  for name, owner in self.owner.items() if owner == self.rank}
+        for name, matrix in self.masters.items():
+            update = turned.pop(name) if name in turned else grads.flat.new_empty(matrix.size)
             if self.world > 1:
                 dist.broadcast(update, self.owner[name])
-            parts = update.split([view.shape[1] for view in masters], 1)
-            for master, weight, part in zip(masters, self.weights[name], parts):
-                apply_(master, weight, part, lr * 0.2 * max(size) ** 0.5, 1 - lr * self.decay)
+            parts = update.split([view.shape[1] for view in matrix.views], 1)
+            for master, weight, part in zip(matrix.views, self.weights[name].views, parts):
+                apply_(master, weight, part, lr * 0.2 * max(matrix.size) ** 0.5, 1 - lr * self.decay)
 
 
 def apply_(master, weight, update, lr: float, keep: float) -> None:

@@ -17,15 +17,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from eagle3.drafter import layer_weights
+from eagle3.drafter import layer_weights, sum_dtype
 
 LOSSES = ("ce", "kl", "lk")
 FAST = False
-
-
-def sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype that sums run in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def rms_norm(x, weight, eps: float):
