@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import load_script
-from train_reference import learnable_samples, one_thread, write_hidden_states, write_mapping, write_target
+from train_reference import one_thread, write_learnable_run, write_mapping
 from eagle3.acceptance import predicted
 from eagle3.evaluation import accept_figures, difference, with_interval
 from eagle3.stage import UserError
@@ -31,13 +31,8 @@ def on_one_thread():
 def toy(tmp_path_factory) -> Path:
     """A run folder with a target, hidden_states/ (40 samples), held_out/ (12 of gsm, 8 of code), and two drafters trained on the first:
     short/ (12 steps) and long/ (36), exported in float32."""
-    root = tmp_path_factory.mktemp("toy")
-    tensors = load_file(write_target(root / "target") / "model.safetensors")
-    embed, head = (tensors[f"language_model.{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
-    write_hidden_states(root / "hidden_states", learnable_samples(embed, head, 40, 40))
-    held_out = learnable_samples(embed, head, 12, 5, "gsm-") | learnable_samples(embed, head, 8, 6, "code-")
-    write_hidden_states(root / "held_out", held_out)
-    write_mapping(root / "vocab_mapping", np.arange(97), 97)
+    root = write_learnable_run(tmp_path_factory.mktemp("toy"), {
+        "hidden_states": {"r": (40, 40)}, "held_out": {"gsm-": (12, 5), "code-": (8, 6)}})
     write_mapping(root / "half", np.arange(0, 97, 2), 97)
     for name, epochs in (("short", 2), ("long", 6)):
         call(toy_flags(root, "hidden_states"), "--vocab-mapping-dir", root / "vocab_mapping", "--output-dir", root / name, "--epochs", epochs,

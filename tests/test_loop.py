@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import ROOT, free_port, load_script
-from train_reference import learnable_samples, one_thread, write_hidden_states, write_mapping, write_target
+from train_reference import learnable_samples, one_thread, write_hidden_states, write_learnable_run
 from eagle3 import training_plot
 from eagle3.batches import seen_in_epoch
 from eagle3.checkpoints import checkpoints
@@ -37,13 +37,8 @@ def on_one_thread():
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     """A run folder with target/, vocab_mapping/, hidden_states/ (40 samples), more/ (20) and held_out/ (10)."""
-    root = tmp_path_factory.mktemp("toy")
-    tensors = load_file(write_target(root / "target") / "model.safetensors")
-    embed, head = (tensors[f"language_model.{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
-    for folder, count, prefix in (("hidden_states", 40, "r"), ("more", 20, "m"), ("held_out", 10, "h")):
-        write_hidden_states(root / folder, learnable_samples(embed, head, count, count, prefix))
-    write_mapping(root / "vocab_mapping", np.arange(97), 97)
-    return root
+    return write_learnable_run(tmp_path_factory.mktemp("toy"), {
+        "hidden_states": {"r": (40, 40)}, "more": {"m": (20, 20)}, "held_out": {"h": (10, 10)}})
 
 
 @pytest.fixture

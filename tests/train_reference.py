@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 @contextlib.contextmanager
@@ -129,6 +129,17 @@ def write_target(folder: Path, vocab=97, hidden=32, heads=4, head_dim=8, interme
                f"{prefix}model.norm.weight": torch.ones(hidden, dtype=dtype),
                f"{prefix}lm_head.weight": (torch.randn(vocab, hidden, generator=generator) * 0.5).to(dtype)}, folder / "model.safetensors")
     return folder
+
+
+def write_learnable_run(root: Path, folders: dict[str, dict[str, tuple[int, int]]]) -> Path:
+    """A run folder with target/, vocab_mapping/ and folders of learnable samples: {folder: {prefix: (count, seed)}}."""
+    tensors = load_file(write_target(root / "target") / "model.safetensors")
+    embed, head = (tensors[f"language_model.{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
+    for folder, kinds in folders.items():
+        parts = [learnable_samples(embed, head, count, seed, prefix) for prefix, (count, seed) in kinds.items()]
+        write_hidden_states(root / folder, {name: sample for part in parts for name, sample in part.items()})
+    write_mapping(root / "vocab_mapping", np.arange(97), 97)
+    return root
 
 
 def write_mapping(folder: Path, draft_ids: np.ndarray, vocab: int) -> Path:
