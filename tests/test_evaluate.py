@@ -12,19 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import load_script
-from train_reference import one_thread, write_learnable_run, write_mapping
+from train_reference import one_thread, write_learnable_run, write_mapping  # noqa: F401
 from eagle3.acceptance import predicted
 from eagle3.evaluation import accept_figures, difference, with_interval
 from eagle3.stage import UserError
 from eagle3.trainer import Process
 
 train = load_script("04_train")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +29,15 @@ def toy(tmp_path_factory) -> Path:
         "hidden_states": {"r": (40, 40)}, "held_out": {"gsm-": (12, 5), "code-": (8, 6)}})
     write_mapping(root / "half", np.arange(0, 97, 2), 97)
     for name, epochs in (("short", 2), ("long", 6)):
-        call(toy_flags(root, "hidden_states"), "--vocab-mapping-dir", root / "vocab_mapping", "--output-dir", root / name, "--epochs", epochs,
+        call(toy_flags(root, "hidden_states"), "--vocab-mapping-dir", root / "vocab_mapping", "--output-dir",
+             root / name, "--epochs", epochs,
              "--lr", 4e-3, "--export-dtype", "float32", "--save-every", 100)
     return root
 
 
 def toy_flags(root: Path, data: str) -> list:
-    return ["--verifier-path", root / "target", "--data-dir", root / data, "--max-seq-len", 64, "--batch-tokens", 256, "--num-workers", 1]
+    return ["--verifier-path", root / "target", "--data-dir", root / data, "--max-seq-len", 64, "--batch-tokens", 256,
+            "--num-workers", 1]
 
 
 def call(*argv) -> list[str]:
@@ -60,8 +56,10 @@ def evaluated(toy: Path, output: Path, *more, data="held_out") -> tuple[dict, li
 def test_prediction_is_the_sum_over_samples():
     """Verify steps with 0, 1, 2 correct drafts: a has 1, 0, 2 (3 steps, 4 correct), b 2, 1, 0 (3 steps, 1 correct)."""
     found = predicted({"b": [2, 1, 0], "a": [1, 0, 2]})
-    assert found == {"num_steps": 2, "accept_length": 1 + 5 / 6, "verify_steps": 6, "correct_drafts": 5, "histogram": [3, 1, 2],
-                     "accept_by_position": [3 / 6, 2 / 6], "val_ids_file": "val_ids.json", "samples": {"a": [3, 4], "b": [3, 1]}}
+    assert found == {"num_steps": 2, "accept_length": 1 + 5 / 6, "verify_steps": 6, "correct_drafts": 5,
+                     "histogram": [3, 1, 2],
+                     "accept_by_position": [3 / 6, 2 / 6], "val_ids_file": "val_ids.json",
+                     "samples": {"a": [3, 4], "b": [3, 1]}}
     assert list(found["samples"]) == ["a", "b"]
 
 
@@ -85,7 +83,8 @@ def test_a_paired_difference_is_surer_than_the_lengths():
     low, high = accept_figures(first)["interval"]
     assert high - low > 0.1 and with_interval(found, "+.3f") == "+0.250 (+0.250 to +0.250)"
     # by hand: 1 + 4/8 less 1 + 2/8
-    assert difference({"a": [3, 1], "b": [3, 1]}, {"a": [2, 2], "b": [2, 2]}) == {"accept_length": 0.25, "interval": None}
+    assert difference({"a": [3, 1], "b": [3, 1]}, {"a": [2, 2], "b": [2, 2]}) == {"accept_length": 0.25,
+                                                                                  "interval": None}
 
 
 # ---- the command ----
@@ -95,10 +94,12 @@ def test_of_the_validation_samples_it_is_the_prediction_of_training(toy, tmp_pat
     prediction, own = eagle3["prediction"], found["drafters"][str(toy / "long/best")]
     for key in ("accept_length", "verify_steps", "correct_drafts", "histogram", "accept_by_position"):
         assert own[key] == prediction[key]
-    assert {name: [sum(walk), walk[1] + 2 * walk[2] + 3 * walk[3]] for name, walk in own["walks"].items()} == prediction["samples"]
+    assert {name: [sum(walk), walk[1] + 2 * walk[2] + 3 * walk[3]] for name,
+            walk in own["walks"].items()} == prediction["samples"]
     rows = [json.loads(line) for line in (toy / "long/metrics.jsonl").read_text().splitlines()]
     last = next(row for row in rows if "val_loss_0" in row and row["step"] == eagle3["step"])
-    assert own["metrics"] == pytest.approx({key[4:]: value for key, value in last.items() if key.startswith("val_")}, rel=1e-6)
+    assert own["metrics"] == pytest.approx({key[4:]: value for key, value in last.items() if key.startswith("val_")},
+                                           rel=1e-6)
     assert not any("were trained on" in line or "was trained on" in line for line in said)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluate.json"]
 
@@ -107,9 +108,11 @@ def test_several_drafters_beside_each_other(toy, tmp_path):
     folders = toy / "short/best", toy / "long/best"
     found, said = evaluated(toy, tmp_path, *folders)
     short, long = (found["drafters"][str(folder)] for folder in folders)
-    assert short["difference"] is None and long["difference"]["accept_length"] == pytest.approx(long["accept_length"] - short["accept_length"])
+    assert short["difference"] is None
+    assert long["difference"]["accept_length"] == pytest.approx(long["accept_length"] - short["accept_length"])
     low, high = long["difference"]["interval"]
-    assert 0 < low < long["difference"]["accept_length"] < high and short["interval"][0] < short["accept_length"] < short["interval"][1]
+    assert 0 < low < long["difference"]["accept_length"] < high
+    assert short["interval"][0] < short["accept_length"] < short["interval"][1]
     assert short["by_source"].keys() == {"gsm", "code"} and long["by_source"]["gsm"]["samples"] == 12
     for key in ("verify_steps", "correct_drafts"):
         assert sum(group[key] for group in long["by_source"].values()) == long[key]
@@ -119,8 +122,10 @@ def test_several_drafters_beside_each_other(toy, tmp_path):
     assert table[0] == ["drafter", "accept_length", "difference to the first", "by draft position"]
     assert table[3] == [str(folders[1]), with_interval(long, ".3f"), with_interval(long["difference"], "+.3f"),
                         " ".join(f"{share:.3f}" for share in long["accept_by_position"])]
-    assert table[6] == ["code", "8", with_interval(short["by_source"]["code"], ".3f"), with_interval(long["by_source"]["code"], ".3f")]
-    assert said[-1].endswith(f"done: {tmp_path / 'evaluate.json'}") and found["drafters"][str(folders[0])]["weights_sha256"] != long["weights_sha256"]
+    assert table[6] == ["code", "8", with_interval(short["by_source"]["code"], ".3f"),
+                        with_interval(long["by_source"]["code"], ".3f")]
+    assert said[-1].endswith(f"done: {tmp_path / 'evaluate.json'}")
+    assert found["drafters"][str(folders[0])]["weights_sha256"] != long["weights_sha256"]
     again, _ = evaluated(toy, tmp_path, *reversed(folders))
     assert again["drafters"][str(folders[0])]["difference"]["interval"] == pytest.approx([-high, -low])
 
@@ -128,7 +133,8 @@ def test_several_drafters_beside_each_other(toy, tmp_path):
 def test_fewer_draft_steps_are_the_same_walk_cut_short(toy, tmp_path):
     found, _ = evaluated(toy, tmp_path, toy / "long/best", "--num-draft-steps", 1)
     own = found["drafters"][str(toy / "long/best")]
-    assert len(own["histogram"]) == 2 and own["accept_length"] == 1 + own["accept_by_position"][0] and found["config"]["num_draft_steps"] == 1
+    assert len(own["histogram"]) == 2 and own["accept_length"] == 1 + own["accept_by_position"][0]
+    assert found["config"]["num_draft_steps"] == 1
 
 
 def test_sources_come_from_the_responses_or_are_unknown(toy, tmp_path):
@@ -138,7 +144,8 @@ def test_sources_come_from_the_responses_or_are_unknown(toy, tmp_path):
     found, _ = evaluated(toy, tmp_path / "o", toy / "long/best", "--responses", tmp_path / "responses")
     groups = found["drafters"][str(toy / "long/best")]["by_source"]
     assert {name: group["samples"] for name, group in groups.items()} == {"math": 9, "chat": 3, "unknown": 8}
-    found, _ = evaluated(toy, tmp_path / "o", toy / "long/best", data="hidden_states")  # r0, r1, ...: ids that name no source
+    # r0, r1, ...: ids that name no source
+    found, _ = evaluated(toy, tmp_path / "o", toy / "long/best", data="hidden_states")
     assert found["drafters"][str(toy / "long/best")]["by_source"].keys() == {"unknown"}
     with pytest.raises(UserError, match="has none of the 40 samples"):
         evaluated(toy, tmp_path / "o", toy / "long/best", "--responses", tmp_path / "responses", data="hidden_states")
@@ -146,29 +153,36 @@ def test_sources_come_from_the_responses_or_are_unknown(toy, tmp_path):
 
 def test_drafters_with_other_vocabulary_maps_and_kinds(toy, tmp_path):
     """Each is held to the probabilities inside its own map; a token outside it is never drafted."""
-    call(toy_flags(toy, "hidden_states"), "--vocab-mapping-dir", toy / "half", "--output-dir", tmp_path / "half", "--epochs", 6, "--lr", 4e-3,
+    call(toy_flags(toy, "hidden_states"), "--vocab-mapping-dir", toy / "half", "--output-dir", tmp_path / "half",
+         "--epochs", 6, "--lr", 4e-3,
          "--draft-layers", 2, "--fc-norm", "--norm-output", "--export-dtype", "float32", "--save-every", 100)
-    found, _ = evaluated(toy, tmp_path / "o", toy / "long/best", tmp_path / "half/best", "--ids", tmp_path / "half/val_ids.json", data="hidden_states")
+    found, _ = evaluated(toy, tmp_path / "o", toy / "long/best", tmp_path / "half/best", "--ids",
+                         tmp_path / "half/val_ids.json", data="hidden_states")
     own = found["drafters"][str(tmp_path / "half/best")]
     prediction = json.loads((tmp_path / "half/best/eagle3.json").read_text())["prediction"]
-    assert own["histogram"] == prediction["histogram"] and own["accept_length"] < found["drafters"][str(toy / "long/best")]["accept_length"]
-    losses = [row["val_loss_0"] for row in map(json.loads, (tmp_path / "half/metrics.jsonl").read_text().splitlines()) if "val_loss_0" in row]
+    assert own["histogram"] == prediction["histogram"]
+    assert own["accept_length"] < found["drafters"][str(toy / "long/best")]["accept_length"]
+    losses = [row["val_loss_0"] for row in map(json.loads, (tmp_path / "half/metrics.jsonl").read_text().splitlines())
+              if "val_loss_0" in row]
     assert min(abs(own["metrics"]["loss_0"] - loss) for loss in losses) < 1e-5
 
 
 def test_several_folders_and_what_was_trained_on(toy, tmp_path):
     """A sample in both counts once; that the drafter has seen the states of one of them is said."""
-    data = ["--data-dir", toy / "hidden_states", "--data-dir", shutil.copytree(toy / "hidden_states", tmp_path / "copy")]
+    data = ["--data-dir", toy / "hidden_states", "--data-dir",
+            shutil.copytree(toy / "hidden_states", tmp_path / "copy")]
     found, said = evaluated(toy, tmp_path / "o", toy / "long/best", data)
     own = found["drafters"][str(toy / "long/best")]
-    assert own["samples"] == 60 and found["dropped"] == {"also in an earlier --data-dir": 40} and len(found["hidden_states"]) == 3
+    assert own["samples"] == 60 and found["dropped"] == {"also in an earlier --data-dir": 40}
+    assert len(found["hidden_states"]) == 3
     assert sum("was trained on these states" in line for line in said) == 1
 
 
 def spoiled(toy: Path, tmp_path: Path, change) -> Path:
     """A copy of a drafter in which `change(config, eagle3, tensors)` was done."""
     folder = shutil.copytree(toy / "long/best", tmp_path / "spoiled")
-    parts = [json.loads((folder / name).read_text()) for name in ("config.json", "eagle3.json")] + [load_file(folder / "model.safetensors")]
+    parts = [json.loads((folder / name).read_text())
+             for name in ("config.json", "eagle3.json")] + [load_file(folder / "model.safetensors")]
     change(*parts)
     (folder / "config.json").write_text(json.dumps(parts[0])), (folder / "eagle3.json").write_text(json.dumps(parts[1]))
     save_file(parts[2], folder / "model.safetensors")
@@ -178,10 +192,14 @@ def spoiled(toy: Path, tmp_path: Path, change) -> Path:
 REFUSED = {
     "no drafter": (lambda toy, tmp: [toy / "target"], "no drafter that 04_train.py exported"),
     "no folder": (lambda toy, tmp: [tmp / "nowhere"], "config.json: not readable"),
-    "other layers": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: e.update(capture_layers=[1, 2, 3]))], "trained on layers [1, 2, 3] (3 states)"),
-    "other width": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: c.update(hidden_size=64))], "a drafter for hidden size 64"),
-    "config of another": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: c.update(intermediate_size=8))], "has shape"),
-    "no d2t": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: t.pop("d2t"))], "no drafter that 04_train.py exported ('d2t')"),
+    "other layers": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: e.update(capture_layers=[1, 2, 3]))],
+                     "trained on layers [1, 2, 3] (3 states)"),
+    "other width": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: c.update(hidden_size=64))],
+                    "a drafter for hidden size 64"),
+    "config of another": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: c.update(intermediate_size=8))],
+                          "has shape"),
+    "no d2t": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: t.pop("d2t"))],
+               "no drafter that 04_train.py exported ('d2t')"),
     "other ids": (lambda toy, tmp: [toy / "long/best", "--ids", toy / "long/val_ids.json"], "none of the 4 ids of"),
     "no states": (lambda toy, tmp: [toy / "long/best", "--data-dir", tmp], "03_extract has not finished there"),
     "no target": (lambda toy, tmp: [toy / "long/best", "--verifier-path", tmp], "config.json: not readable"),
@@ -198,7 +216,8 @@ def test_bad_input_is_one_line(toy, tmp_path, what):
 
 def test_flags_of_the_one_are_not_those_of_the_other(toy, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--ids and --responses are of --evaluate"):
-        call(toy_flags(toy, "hidden_states"), "--vocab-mapping-dir", toy / "half", "--output-dir", tmp_path / "o", "--ids", toy / "long/val_ids.json")
+        call(toy_flags(toy, "hidden_states"), "--vocab-mapping-dir", toy / "half", "--output-dir", tmp_path / "o",
+             "--ids", toy / "long/val_ids.json")
     with pytest.raises(UserError, match="--verifier-path not given"):
         call("--evaluate", toy / "long/best", "--data-dir", toy / "held_out")
     monkeypatch.setattr(train, "join_processes", lambda *flags: Process(0, 2, torch.device("cpu"), torch.float32))

@@ -82,7 +82,7 @@ def add_loss_flags(add) -> None:
     add("--loss", choices=("ce", "kl", "lk"), default="ce",
         help="soft cross-entropy, KL, or -log of the acceptance probability")
     add("--noise-std", type=float, default=0.0, help="EAGLE's uniform noise on the target's states")
-    add("--ema", type=float, default=0.0, metavar="DECAY", help="evaluate and export an average of the weights")
+    add("--ema", type=float, default=0.0, metavar="DECAY", help="evaluate and export an average of the weights, of a decay that grows up to this")
 
 
 def add_drafter_flags(add) -> None:
