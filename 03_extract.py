@@ -14,7 +14,8 @@ extracted and is not asked for again.
 Reads   responses/ (part-*.jsonl, manifest.json); with --verify, lm_head and the final norm of --verifier-path
 Writes  <output-dir>/<2 hex>/<id>.safetensors, plan.jsonl (all samples in the order of one pass), landed.jsonl,
         quarantine.jsonl, index.jsonl, verify.json, manifest.json (last)
-Size    8 * hidden_size * bytes per element + 5 bytes a token: 57,349 for Kimi-K2.5, 5.0 TB for 87.8M tokens.
+Size    (capture layers + 1) * hidden_size * bytes per element + 5 bytes a token: 57,349 for Kimi-K2.5 and 3 layers,
+        5.0 TB for 87.8M tokens.
         Time: the prefill's.
 Stop it any way, at any time; the same command goes on. Exit 2 with one line for what you can mend (server away, ...).
 """
@@ -34,7 +35,7 @@ from eagle3.responses import finished_parts  # noqa: E402
 from eagle3.samples import Sample, read_ids, read_samples  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, read_manifest, run,  # noqa: E402
                           sha256_file, write_manifest)
-from eagle3.states import token_bytes  # noqa: E402
+from eagle3.states import facts_token_bytes, token_bytes  # noqa: E402
 from eagle3.target import Target, text_config  # noqa: E402
 from eagle3.verify import read_report, redo_failed, verify, verify_complete  # noqa: E402
 
@@ -96,7 +97,7 @@ def check_args(args) -> None:
 def bytes_a_token(facts: dict | None, target: Path | None) -> int | None:
     """What the files so far take, else what the target's config lets expect; None when neither is there."""
     if facts is not None:
-        return token_bytes(facts["hidden_size"], facts["dtype"])
+        return facts_token_bytes(facts)
     try:
         return token_bytes(text_config(target)["hidden_size"], "bfloat16") if target else None
     except (UserError, KeyError):

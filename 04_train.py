@@ -55,21 +55,24 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import train_flags  # noqa: E402
 from eagle3.acceptance import evaluate  # noqa: E402
-from eagle3.batches import add_noise, collate, feed  # noqa: E402
-from eagle3.checked import NO_LOSS  # noqa: E402
-from eagle3.checkpoints import (checkpoints, load_checkpoint, make_best, repair, save_checkpoint,  # noqa: E402
-                                write_val_ids)
+from eagle3.batches import add_noise  # noqa: E402
+from eagle3.checked import NO_LOSS, forget  # noqa: E402
+from eagle3.checkpoints import (begun, check_room, load_checkpoint, newest_good, repair,  # noqa: E402
+                                restore_best, save_checkpoint, set_aside, write_val_ids, writing)
 from eagle3.drafter import Drafter  # noqa: E402
 from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
+from eagle3.loader import Reader, feed  # noqa: E402
 from eagle3.metrics import Metrics, Window, gpu_use, listed, step_metrics  # noqa: E402
+from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ranks, join_processes, meet,  # noqa: E402
+                              together)
 from eagle3.recipe import recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.sources import read_sources  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, run, write_atomic,  # noqa: E402
                           write_manifest)
-from eagle3.trainer import HostCopy, Process, Trainer, join_processes, learning_rate, loss_weights  # noqa: E402
+from eagle3.trainer import HostCopy, Trainer, learning_rate, loss_weights  # noqa: E402
 from eagle3.training_plot import plot  # noqa: E402
 
 STAGE = "04_train"
@@ -94,36 +97,56 @@ class Training:
         self.lands_last = bool(follow and plan.val and not args.val_data_dir)
         self.warmup = math.ceil(args.warmup_ratio * self.total)
         self.saves = {*plan.epoch_ends, self.total, *range(0, self.total, args.save_every or self.total)}
-        state = {}
-        if found := checkpoints(self.output):
-            state = load_checkpoint(found[-1][1], trainer)
-            process.say(f"resume {found[-1][1]}")
-        self.best, self.done = state.get("best"), trainer.step  # best: {"step", "accept_length"}
-        if process.rank == 0:
-            self.metrics = Metrics(self.output, trainer.step, args.tensorboard)
-            if not self.lands_last:
-                write_val_ids(self.output, plan.val)
-            if self.best:
-                make_best(self.output, self.best["step"])
-        if follow:
-            self.saves |= follow.begin(trainer.step, state.get("seen"))
+        self.window, self.pending, self.leaving = Window(self.K), None, Leaving(process)
+        self.left_out = Counter()  # {id: times} that this rank could not read it
+        self.resume()
         self.evaluations = {*self.saves, *range(0, self.total, args.eval_every or self.total)}
-        self.window, self.pending = Window(self.K), None
+
+    def resume(self) -> None:
+        """Go on from the newest good checkpoint, if there is one. Raises UserError."""
+        process, trainer, output, state = self.process, self.trainer, self.output, {}
+        found = all_ranks(newest_good(output, trainer.tensors()) if process.rank == 0 else None, process)[0]
+        if found.damaged:
+            process.say(f"{found}: going on from the one before, {found.folder}")
+        if found.folder:
+            state = load_checkpoint(found.folder, trainer)
+            process.say(f"resume {found.folder}")
+        self.done = self.saved = trainer.step
+        self.unread, cut_short = Counter(state.get("unread", {})), state.get("cut_short", {})
+        self.unended = bool(cut_short) and not cut_short["ended"]
+        if cut_short:
+            trainer.grad_norm.fill_(cut_short["grad_norm"])
+            for kept in cut_short["windows"][process.rank::process.world]:
+                self.window.take_up(kept, process.device)
+        if self.follow:
+            self.follow.stopped = lambda: self.leaving.heard
+            self.saves |= self.follow.begin(self.done, state.get("seen"), str(found))
+        meet(process, LOOP)
+        best = None
+        if process.rank == 0:
+            check_room(self.args, trainer, sum(step > self.done for step in self.saves))
+            set_aside(found)
+            with writing(output):
+                self.metrics = Metrics(output, self.done - self.unended, self.args.tensorboard)
+                if not self.lands_last:
+                    write_val_ids(output, self.plan.val)
+                best = restore_best(output, state.get("best"))
+        self.best = all_ranks(best, process)[0]  # {"step", "accept_length"}
 
     def train(self) -> None:
         """All steps that are left."""
-        args, process, plan, follow = self.args, self.process, self.plan, self.follow
+        process, plan, follow = self.process, self.plan, self.follow
         rank, world = process.rank, process.world
         ours = [(epoch, indices) for epoch, bins in plan.schedule[self.done:] for indices in bins[rank::world]]
         batches, self.started = self.micro_batches(ours), time.monotonic()
-        with bar(self.total, "step", self.done) as progress:
+        with self.leaving, bar(self.total, "step", self.done) as progress:
+            if self.unended:
+                self.end_step(self.done)
             for step, (epoch, bins) in enumerate(plan.schedule[self.done:], self.done + 1):
                 if follow:
                     self.wait_for(step, bins)
                 members, counts = self.members_and_counts(bins)
-                lr = learning_rate(step - 1, self.total, args.lr, self.warmup, args.scheduler, args.min_lr_ratio,
-                                   args.decay_ratio)
-                sums = self.trainer.update(batches, sum(map(bool, members)), counts, lr)
+                sums = self.trainer.update(batches, sum(map(bool, members)), counts, self.learning_rate(step))
                 self.window.add(sums, counts, sum(plan.train[i].tokens for indices in bins for i in indices))
                 if self.pending:  # of the step before: the GPU is nearly done with it, and has this one to go on with
                     stop_if_not_finite(*self.pending)
@@ -131,15 +154,45 @@ class Training:
                 self.pending = step, HostCopy(sums), report, sum(members, [])
                 if follow:
                     follow.behind([plan.train[i] for indices in bins[rank::world] for i in indices])
-                if step in self.evaluations or step % args.log_every == 0 or step == 1:
-                    stop_if_not_finite(*self.pending)
-                    self.log_step(step, epoch, lr)
-                    if step in self.saves:
-                        self.validate_and_save(step)
-                    elif step in self.evaluations:
-                        self.validate(step, plan.val)
-                    self.window = Window(self.K)
+                if self.leaving.agreed():
+                    self.leave(step, ended=False)
+                self.end_step(step)
                 progress.update()
+
+    def learning_rate(self, step: int) -> float:
+        args = self.args
+        return learning_rate(step - 1, self.total, args.lr, self.warmup, args.scheduler, args.min_lr_ratio,
+                             args.decay_ratio)
+
+    def end_step(self, step: int) -> None:
+        """What is due after it: a line in the log, an evaluation, a checkpoint."""
+        if step in self.evaluations or step % self.args.log_every == 0 or step == 1:
+            if self.pending:
+                stop_if_not_finite(*self.pending)
+            self.log_step(step, self.plan.schedule[step - 1][0], self.learning_rate(step))
+            if step in self.saves:
+                self.validate_and_save(step)
+            elif step in self.evaluations:
+                self.validate(step, self.plan.val)
+            self.window = Window(self.K)
+
+    def leave(self, step: int, ended: bool) -> NoReturn:
+        """A SIGTERM was heard: save what there is after `step`, and go. ended: what is due after it is done, too. The
+        run that goes on from here ends in the bytes of one that was not disturbed.
+        """
+        if self.trainer.step > self.saved:
+            if self.pending:
+                stop_if_not_finite(*self.pending)
+            windows = [kept for kept in all_ranks(self.window.kept(), self.process) if kept]
+            state = {"cut_short": {"ended": ended, "windows": windows, "grad_norm": float(self.trainer.grad_norm)}}
+            if self.follow:
+                state["seen"] = self.follow.gather()
+            self.save(self.best, None, self.follow.agreement() if self.follow else self.plan.agreement, state)
+        kept = f"checkpoint-{self.saved} is on the disk" if self.saved else "nothing was trained yet"
+        self.process.say(f"terminated after step {step}: {kept}. The same command goes on from here")
+        if self.process.world > 1:
+            dist.destroy_process_group()
+        sys.exit(TERMINATED)
 
     def present(self, indices: list[int], wait: bool = True):
         """The samples of a planned micro-batch without those that failed; None where --follow would have to wait and
@@ -151,22 +204,28 @@ class Training:
         return [self.plan.found[sample.id] for sample in members if sample.id in self.plan.found]
 
     def micro_batches(self, ours: list):
-        """This rank's batches on the device, one after the other."""
+        """This rank's batches on the device, one after the other; None where nothing of one could be read."""
         args, shape, process = self.args, self.trainer.draft.shape, self.process
-        load = functools.partial(collate, steps=self.K, hidden=shape.hidden, aux_states=shape.aux_states,
-                                 pin=process.device.type == "cuda")
-        for (epoch, indices), batch, waited in feed(ours, load, args.num_workers, process.device, process.dtype,
-                                                    lambda planned, wait: self.present(planned[1], wait)):
+        reader = Reader(self.K, shape, process.device.type == "cuda", len(self.plan.train))
+        for (epoch, indices), loaded, waited in feed(ours, reader.load, args.num_workers, process.device, process.dtype,
+                                                     lambda planned, wait: self.present(planned[1], wait)):
             self.window.waited += waited
-            self.window.flops += batch.flops(shape, self.K)
-            if args.noise_std:
-                add_noise(batch, args.noise_std, f"{args.seed}:{epoch}:{indices}")
-            yield batch
+            for sample in loaded.left_out:
+                self.window.missing += sample.counts(self.K)
+                self.left_out[sample.id] += 1
+            if loaded.batch:
+                self.window.flops += loaded.batch.flops(shape, self.K)
+                if args.noise_std:
+                    add_noise(loaded.batch, args.noise_std, f"{args.seed}:{epoch}:{indices}")
+            yield loaded.batch
 
     def wait_for(self, step: int, bins: list) -> None:
+        """Until 03 has landed what `step` trains on."""
         begun = time.monotonic()
         self.follow.wait([self.plan.train[i] for indices in bins for i in indices] + self.follow.unused.get(step, []))
         self.window.waited += time.monotonic() - begun
+        if self.leaving.agreed(at_once=True):
+            self.leave(step - 1, ended=True)
 
     def members_and_counts(self, bins: list):
         """The samples of each of this rank's micro-batches, and the step's loss rows (K,) over all ranks."""
@@ -181,18 +240,19 @@ class Training:
 
     def log_step(self, step: int, epoch: int, lr: float) -> None:
         args, window, K = self.args, self.window, self.K
+        totals = window.totals()
         if self.process.world > 1:
-            dist.all_reduce(window.sums)
+            dist.all_reduce(totals)
         # in one copy: the host waits once
-        *sums, grad_norm = torch.cat([window.sums.flatten(), self.trainer.grad_norm.double()[None]]).cpu()
-        metrics = step_metrics(torch.stack(sums).view(K, 4), window.counts)
+        *totals, grad_norm = torch.cat([totals.flatten(), self.trainer.grad_norm.double()[None]]).cpu()
+        totals = torch.stack(totals).view(K, 5)
+        metrics = step_metrics(totals[:, :4], (window.counts - totals[:, 4].numpy()).tolist())
         metrics |= {"loss": sum(weight * (metrics[f"loss_{k}"] or 0) for k, weight in enumerate(loss_weights(args))),
                     "accept_length": 1 + sum(metrics[f"full_acc_{k}"] or 0 for k in range(args.num_draft_steps)),
                     "lr": lr, "grad_norm": float(grad_norm), "epoch": epoch}
-        if self.process.rank == 0:
-            self.metrics.add({"step": step, **metrics})
+        self.record({"step": step, **metrics})
         seconds = time.monotonic() - window.begun
-        left = (time.monotonic() - self.started) / (step - self.done) * (self.total - step)
+        left = (time.monotonic() - self.started) / max(1, step - self.done) * (self.total - step)
         gpu = gpu_use(window.flops / seconds, self.process.device)
         self.process.say(
             f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | loss {metrics['loss']:.3f} | "
@@ -200,6 +260,11 @@ class Training:
             f"cond_acc {listed(metrics, 'cond_acc', K, 2)} | accept_length {metrics['accept_length']:.2f} | "
             f"lr {lr:.2e} | grad_norm {metrics['grad_norm']:.3g} | {window.tokens / seconds:,.0f} tok/s{gpu} | "
             f"data wait {window.waited / seconds:.0%} | eta {duration(left)}")
+
+    def record(self, row: dict) -> None:
+        if self.process.rank == 0:
+            with writing(self.output):
+                self.metrics.add(row)
 
     def validate_and_save(self, step: int) -> None:
         """Evaluate, write checkpoint-<step> and, if of all checkpoints it predicts the longest accept_length so far,
@@ -214,8 +279,6 @@ class Training:
         if prediction:
             if not self.best or prediction["accept_length"] > self.best["accept_length"]:
                 self.best = {"step": step, "accept_length": prediction["accept_length"]}
-        elif not torch.isfinite(self.trainer.draft.master.flat).all():
-            self.stop_after(step, "weights are not finite")
         self.save(self.best, prediction, agreement, state)
         if self.follow and step < self.total:
             self.follow.release(step)
@@ -224,13 +287,17 @@ class Training:
         """Of --follow after `step`: the validation samples, once all have landed, the agreement, and the state."""
         val = [] if self.lands_last else self.plan.val
         if step == self.total:
+            self.follow.wait_for_end()
+            if self.leaving.agreed(at_once=True):
+                self.leave(step, ended=False)
             self.inputs.hashes["hidden_states"] = self.follow.finish()
         if step == self.total and self.lands_last:
             val = self.follow.validation()
             if self.process.rank == 0:
-                write_val_ids(self.output, val)
-        seen = self.follow.gather()
-        return val, seen["agreed"] / max(1, seen["predicted"]), {"seen": seen}
+                with writing(self.output):
+                    write_val_ids(self.output, val)
+        state = {"seen": self.follow.gather()}
+        return val, self.follow.agreement(), state
 
     def validate(self, step: int, val: list) -> dict:
         """What serving would accept of the drafter as it is now, into the log, metrics.jsonl and training.png; returns
@@ -241,8 +308,8 @@ class Training:
         found, prediction, K = evaluation.metrics, evaluation.prediction, self.K
         if not all(math.isfinite(value) for value in found.values() if value is not None):
             self.stop_after(step, "validation loss is not finite")
+        self.record({"step": step, **{f"val_{key}": value for key, value in found.items()}})
         if self.process.rank == 0:
-            self.metrics.add({"step": step, **{f"val_{key}": value for key, value in found.items()}})
             plot(self.metrics.rows, self.output / "training.png")
         positions = " ".join(f"{share:.3f}" for share in prediction["accept_by_position"])
         self.process.say(f"validation step {step}/{self.total} | loss_k {listed(found, 'loss', K)} | "
@@ -251,17 +318,32 @@ class Training:
         return prediction
 
     def stop_after(self, step: int, what: str) -> NoReturn:
-        """The weights went wrong in this very step, after its loss."""
-        self.process.say(f"{what} after step {step}: stopped, the last checkpoint is untouched. Lower --lr in another "
-                         "--output-dir")
+        """The weights went wrong in this very step or since the last look, after losses that were finite."""
+        kept = f"checkpoint-{self.saved} is untouched" if self.saved else "there is no checkpoint yet"
+        remedy = "Lower --lr in another --output-dir"
+        if self.follow and self.follow.released:
+            remedy = ("No sample was released since. If the same command ends here again, begin both stages in new "
+                      f"folders, with a lower --lr; --finetune-from {self.output}/checkpoint-{self.saved} keeps what "
+                      "it has learnt")
+        self.process.say(f"{what} after step {step}: stopped, {kept}. {remedy}")
         sys.exit(1)
 
     def save(self, best: dict | None, prediction: dict | None, agreement: float, state: dict) -> None:
+        """Write a checkpoint of what is finite."""
+        spoilt = sorted({name for names in all_ranks(self.trainer.not_finite(), self.process) for name in names})
+        if spoilt:
+            self.stop_after(self.trainer.step, f"not finite: {', '.join(spoilt)},")
+        if unread := self.count_unread():
+            state = state | {"unread": unread}
         if self.process.rank == 0:
             provenance = self.inputs.provenance(self.args, self.trainer.step, prediction, agreement)
             save_checkpoint(self.args, self.trainer, self.inputs, provenance, {"best": best, **state})
-        if self.process.world > 1:
-            dist.barrier()
+        meet(self.process, SAVING)
+        self.saved = self.trainer.step
+
+    def count_unread(self) -> dict[str, int]:
+        """{id: times} that a sample could not be read, by all ranks."""
+        return dict(sorted(sum(all_ranks(self.left_out, self.process), self.unread.copy()).items()))
 
     def finish(self, config: dict, versions: dict) -> None:
         """The plot and, last, the manifest."""
@@ -275,16 +357,19 @@ class Training:
             val = [sample for sample in val if sample.id not in problems] if self.lands_last else val
             reasons = [*problems.values(), *[NO_LOSS] * (len(plan.rows) - len(plan.planned))]
             dropped = dict(sorted(Counter(reasons).items()))
+        unread = sum(self.count_unread().values())
         if self.process.rank == 0:
             plot(self.metrics.rows, self.output / "training.png")
             kept += val if self.args.val_data_dir else []
             counts = {"kept": len(kept), "dropped": dropped, "train": len(plan.train), "validation": len(val),
                       "truncated": sum(sample.truncated for sample in kept), "steps": self.total}
+            counts |= {"unread": unread} if unread else {}
             fixed = {key: value for key, value in config.items() if key not in MAY_CHANGE}
-            write_manifest(self.output, STAGE, config=fixed, inputs=self.inputs.hashes, counts=counts,
-                           versions=versions, best=self.best)
+            with writing(self.output):
+                write_manifest(self.output, STAGE, config=fixed, inputs=self.inputs.hashes, counts=counts,
+                               versions=versions, best=self.best)
+        meet(self.process, SAVING)
         if self.process.world > 1:
-            dist.barrier()
             dist.destroy_process_group()
         length = self.best["accept_length"]
         self.process.say(f"best step {self.best['step']} | " + ("the last one: no validation samples" if length is None
@@ -325,24 +410,33 @@ def resolved_config(args, inputs: Inputs, process: Process) -> dict:
         "inputs": dict(inputs.hashes), "draft": inputs.shape.as_config()})
 
 
+def as_begun(output: Path, config: dict, old: dict) -> dict | None:
+    """The config of before as it counts now: None where no checkpoint came of it."""
+    if begun(output):  # of --finetune-from the hash counts (in `inputs`), not how its path is spelled
+        return old | {"finetune-from": config["finetune-from"]}
+    if old.get("inputs") != config["inputs"]:
+        forget(output / "checked")
+    return None
+
+
 def main(argv: list[str]) -> None:
     args = parse_args(build_parser(), "train", argv)
     train_flags.check_args(args)
     process = join_processes(args.device, args.dtype)
-    if args.evaluate:
-        evaluate_drafters(args, process)
-        return
+    with together(process):
+        (evaluate_drafters if args.evaluate else train)(args, process)
+
+
+def train(args, process: Process) -> None:
     inputs, say, output = read_inputs(args, process.say), process.say, args.output_dir
     sources = read_sources(args, inputs, say)
     config = resolved_config(args, inputs, process)
     if process.rank == 0:
-        lock = open_stage(output, config, MAY_CHANGE)  # noqa: F841  held till the process ends
-        repair(output)
-    if process.world > 1:
-        dist.barrier()
-        if not (output / "stage.json").exists():
-            raise UserError(f"{output}: rank {process.rank} does not see what rank 0 wrote there. All nodes must share "
-                            "the filesystem of --output-dir.")
+        lock = open_stage(output, config, MAY_CHANGE, functools.partial(as_begun, output, config))  # noqa: F841  held
+    meet(process, LOOP)
+    if not (output / "stage.json").exists():
+        raise UserError(f"{output}: rank {process.rank} does not see what rank 0 wrote there. All nodes must share the "
+                        "filesystem of --output-dir.")
     versions = {"python": platform.python_version(), "torch": torch.__version__,
                 "sglang": inputs.facts["sglang_version"]}
     gpu = torch.cuda.get_device_name(process.device) if process.device.type == "cuda" else "cpu"
@@ -352,6 +446,9 @@ def main(argv: list[str]) -> None:
         say("complete already")
         say(f"done: {output}")
         return
+    if process.rank == 0:
+        repair(output)
+    meet(process, LOOP)
 
     head = inputs.target.tensor("head")
     plan = plan_steps(args, inputs, sources, head, process)

@@ -24,8 +24,8 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-from eagle3.prompts import safe_id  # noqa: E402
 from eagle3.responses import part_files, read_jsonl  # noqa: E402
+from eagle3.prompt_sources import safe_id  # noqa: E402
 
 TINY = ROOT / "scripts/tiny_kimi"
 

@@ -11,7 +11,6 @@ faster than data. All positions carry loss in t4096; in `mix` lengths are log-no
 and the first third of each sample is prompt. floor: the arithmetic of Shape.flops at --peak (the rate of a large bf16
 product, measured first). tok/s counts all tokens of the samples, prompts included. """
 import argparse
-import functools
 import json
 import math
 import os
@@ -30,8 +29,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from eagle3 import fused, optimizers, ttt  # noqa: E402
-from eagle3.batches import Sample, batch_of, collate, feed, pack  # noqa: E402
+from eagle3.batches import Sample, batch_of, pack  # noqa: E402
 from eagle3.drafter import Drafter, Shape  # noqa: E402
+from eagle3.loader import Reader, feed  # noqa: E402
 from eagle3.trainer import HostCopy, Trainer  # noqa: E402
 
 SIZES = {
@@ -243,18 +243,18 @@ def from_files(trainer, folder: Path, lengths, bins, args, epochs=4):
     device, dtype = trainer.draft.master.flat.device, trainer.draft.dtype
     samples = write_samples(folder, shape, lengths, dtype)
     todo = [[samples[i] for i in indices] for _ in range(epochs) for indices in bins]
-    load = functools.partial(collate, steps=steps, hidden=shape.hidden, pin=device.type == "cuda")
+    load = Reader(steps, shape, device.type == "cuda", len(samples)).load
     waited, tokens, begun, copies = 0.0, 0, None, []
-    for i, (members, batch, seconds) in enumerate(feed(todo, load, args.num_workers, device, dtype)):
+    for i, (members, loaded, seconds) in enumerate(feed(todo, load, args.num_workers, device, dtype)):
         if i == len(bins):  # the first pass warms up: pinned buffers, allocator
             if device.type == "cuda":
                 torch.cuda.synchronize()
             begun, waited, tokens = time.perf_counter(), 0.0, 0
         counts = np.sum([sample.counts(steps) for sample in members], 0)
-        copies.append(HostCopy(trainer.update(iter([batch]), 1, counts, 1e-5)))
+        copies.append(HostCopy(trainer.update(iter([loaded.batch]), 1, counts, 1e-5)))
         if len(copies) > 1:
             copies.pop(0).read()  # as 04 does: the host runs at most one step ahead
-        waited, tokens = waited + seconds, tokens + batch.tokens
+        waited, tokens = waited + seconds, tokens + loaded.batch.tokens
     copies[-1].read()
     return tokens, time.perf_counter() - begun, waited / (time.perf_counter() - begun)
 

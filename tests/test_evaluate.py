@@ -16,7 +16,7 @@ from train_reference import one_thread, write_learnable_run, write_mapping  # no
 from eagle3.acceptance import predicted
 from eagle3.evaluation import accept_figures, difference, with_interval
 from eagle3.stage import UserError
-from eagle3.trainer import Process
+from eagle3.processes import Process
 
 train = load_script("04_train")
 

@@ -287,13 +287,14 @@ def ids_in(output: Path) -> list[str]:
 
 def seen(monkeypatch) -> list[str]:
     """The ids of the samples that are trained on, in order, as the run goes."""
-    names, collate = [], train.collate
+    names = []
 
-    def noted(samples, **more):
-        names.extend(sample.id for sample in samples)
-        return collate(samples, **more)
+    class Noted(train.Reader):
+        def load(self, samples):
+            names.extend(sample.id for sample in samples)
+            return super().load(samples)
 
-    monkeypatch.setattr(train, "collate", noted)
+    monkeypatch.setattr(train, "Reader", Noted)
     return names
 
 

@@ -28,7 +28,8 @@ from eagle3.stage import UserError
 from eagle3.states import sample_path
 from eagle3.target import Target
 from eagle3 import checked
-from eagle3.trainer import Process, learning_rate
+from eagle3.processes import Process
+from eagle3.trainer import learning_rate
 from eagle3.ttt import ttt_pass
 
 train = load_script("04_train")
@@ -505,6 +506,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_batch(run_folder, tmp_pat
     tensors = load_file(state / "state.safetensors")
     tensors[spoilt][5] = float("inf")
     save_file(tensors, state / "state.safetensors")
+    (state / "SHA256SUMS").unlink()
     stage = json.loads((tmp_path / "output/stage.json").read_text())
     (tmp_path / "output/stage.json").write_text(json.dumps(stage | {"max-steps": steps}))
     before = contents(tmp_path / "output/checkpoint-3")
@@ -577,7 +579,7 @@ def test_flags_that_cannot_be(run_folder, tmp_path, flags):
 
 def test_fewer_micro_batches_than_ranks_are_refused(run_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "join_processes", lambda *flags: Process(0, 50, torch.device("cpu"), torch.float32))
-    monkeypatch.setattr(train.dist, "barrier", lambda: None)
+    monkeypatch.setattr(train.dist, "monitored_barrier", lambda *group, **limits: None)
     with pytest.raises(UserError, match="fewer than the 50 ranks"):
         for rank in range(50):  # each rank checks its share of the files
             monkeypatch.setattr(train, "join_processes", lambda *flags: Process(rank, 50, torch.device("cpu"), torch.float32))
@@ -586,7 +588,7 @@ def test_fewer_micro_batches_than_ranks_are_refused(run_folder, tmp_path, monkey
 
 def test_a_rank_that_does_not_see_the_output_folder_is_refused(run_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "join_processes", lambda *flags: Process(1, 2, torch.device("cpu"), torch.float32))
-    monkeypatch.setattr(train.dist, "barrier", lambda: None)
+    monkeypatch.setattr(train.dist, "monitored_barrier", lambda *group, **limits: None)
     with pytest.raises(UserError, match="rank 1 does not see what rank 0 wrote"):
         train.main(list(map(str, arguments(run_folder, tmp_path / "output"))))
 

@@ -3,16 +3,18 @@ over them.
 """
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from eagle3.batches import Sample, collate, feed, pack
+from eagle3.batches import Sample, pack
+from eagle3.loader import Reader, feed
 from eagle3.metrics import step_metrics
-from eagle3.trainer import all_ranks, choose_pass
+from eagle3.processes import all_ranks
+from eagle3.stage import UserError
+from eagle3.trainer import choose_pass
 
 
 def walk(right: np.ndarray, start: int, end: int, steps: int, first: int) -> list[int]:
@@ -43,8 +45,8 @@ class Evaluation:
 
 
 def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
-    """Losses and accuracies over `samples`, and the accept_length that greedy serving will show on them. The same on
-    every rank.
+    """Losses and accuracies over `samples`, less those that cannot be read, and the accept_length that greedy serving
+    will show on them. The same on every rank. Raises UserError.
 
     args: ttt_steps, num_draft_steps, batch_tokens, num_workers and loss.
     """
@@ -52,20 +54,24 @@ def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
     bins = pack([sample.tokens for sample in samples], list(range(len(samples))), args.batch_tokens)
     bins = [[samples[i] for i in indices] for indices in bins[process.rank::world]]
     sums, walks = torch.zeros(K, 4, dtype=torch.float64, device=device), {}
-    load = functools.partial(collate, steps=K, hidden=draft.shape.hidden, aux_states=draft.shape.aux_states,
-                             pin=device.type == "cuda")
+    reader = Reader(K, draft.shape, device.type == "cuda", len(samples))
     ttt_pass = choose_pass(draft).ttt_pass
-    for members, batch, _ in feed(bins, load, args.num_workers, device, draft.dtype):
-        step_sums, right = ttt_pass(draft, batch, [1.0] * K, kind=args.loss)
+    for _, loaded, _ in feed(bins, reader.load, args.num_workers, device, draft.dtype):
+        if not loaded.batch:  # nothing of it could be read
+            continue
+        step_sums, right = ttt_pass(draft, loaded.batch, [1.0] * K, kind=args.loss)
         sums += step_sums
         right = right.cpu().numpy()
-        for sample, ((q0, q1), _) in zip(members, batch.spans):
+        for sample, ((q0, q1), _) in zip(loaded.samples, loaded.batch.spans):
             accepted = walk(right[:, q0:q1], sample.start, sample.tokens, draft_steps, sample.rows(K)[0])
             walks[sample.id] = np.bincount(accepted, minlength=draft_steps + 1).tolist()
     if world > 1:
         dist.all_reduce(sums)
     walks = {name: value for part in all_ranks(walks, process) for name, value in part.items()}
-    counts = np.sum([sample.counts(K) for sample in samples], 0)
+    if not walks:
+        raise UserError(f"none of the {len(samples)} validation samples could be read. See to the disk, then run the "
+                        "same command again; it goes on from the last checkpoint.")
+    counts = np.sum([sample.counts(K) for sample in samples if sample.id in walks], 0)
     metrics = step_metrics(sums.cpu(), counts) | {"accept_length": predicted(walks)["accept_length"]}
     return Evaluation(metrics, walks)
 

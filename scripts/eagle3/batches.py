@@ -1,22 +1,17 @@
-"""From samples on the disk to packed batches on the device: which samples make up which step, and the loader that
-reads ahead.
+"""From samples on the disk to packed batches, and which samples make up which step.
  Shapes: B samples packed one after the other, C context rows, R query rows (those that carry loss in some TTT step:
 the tail of each sample), H hidden, A aux states. """
 from __future__ import annotations
 
 import hashlib
 import random
-import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from eagle3.stage import UserError
+from eagle3.patience import patiently
 from eagle3.states import StateFile
 
 OPEN_BINS = 32  # while packing
@@ -111,18 +106,15 @@ def batch_of(sizes: list[tuple[int, int, int]], aux, last, columns: dict, tokens
     return Batch(aux=aux, last=last, spans=[((q0, q1), (k0, k1)) for q0, q1, k0, k1 in bounds], tokens=tokens, **small)
 
 
-@contextmanager
-def reading(path: Path):
-    """Raises UserError where a file cannot be read that was whole when it was checked."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path}: not readable ({error}). It was whole when it was checked: see to the "
-                        "disk.") from None
+class Unread(Exception):
+    """`sample` could not be read, `error` says why."""
+
+    def __init__(self, sample: Sample, error: Exception):
+        self.sample, self.error = sample, error
 
 
 def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3, pin=False) -> Batch:
-    """Read what the rows of these samples need, straight into (pinned) batch tensors. Raises UserError."""
+    """Read what the rows of these samples need, straight into (pinned) batch tensors. Raises Unread."""
     sizes = [sample.rows(steps) for sample in samples]
     C, R = (sum(size[i] for size in sizes) for i in (1, 2))
     next_ids, length, labels = np.empty(C, np.int64), np.empty(C, np.int64), np.empty(R, np.int64)
@@ -130,14 +122,20 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
     aux = last = None
     k0 = q0 = 0
     for sample, (first, context, rows) in zip(samples, sizes):
-        with reading(sample.path), StateFile(sample.path) as file:
-            if aux is None:
-                dtype = file.dtype("aux_hidden_states")
-                aux = torch.empty(C, aux_states * hidden, dtype=dtype, pin_memory=pin)
-                last = torch.empty(R, hidden, dtype=dtype, pin_memory=pin)
-            file.read_into("aux_hidden_states", aux[k0:k0 + context])
-            file.read_into("last_hidden_states", last[q0:q0 + rows], first + 1)
-            ids = file.input_ids()[:context + 2]
+        def read():
+            nonlocal aux, last
+            with StateFile(sample.path) as file:
+                if aux is None:
+                    dtype = file.dtype("aux_hidden_states")
+                    aux = torch.empty(C, aux_states * hidden, dtype=dtype, pin_memory=pin)
+                    last = torch.empty(R, hidden, dtype=dtype, pin_memory=pin)
+                file.read_into("aux_hidden_states", aux[k0:k0 + context])
+                file.read_into("last_hidden_states", last[q0:q0 + rows], first + 1)
+                return file.input_ids()[:context + 2]
+        try:
+            ids = patiently(read, sample.path)
+        except (OSError, ValueError, KeyError) as error:
+            raise Unread(sample, error) from None
         next_ids[k0:k0 + context] = ids[1:-1]
         length[k0:k0 + context] = sample.tokens
         labels[q0:q0 + rows] = ids[first + 2:]
@@ -201,49 +199,6 @@ def plan_epoch(samples: list[Sample], capacity: int, bins_per_step: int, seed: i
     else:
         bins = pack(lengths, order, capacity, OPEN_BINS_IN_ORDER)
     return [bins[start:start + bins_per_step] for start in range(0, len(bins), bins_per_step)]
-
-
-# ---- the loader ----
-def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wait: samples):
-    """Yields (bin, its batch on the device, seconds waited for files); threads read ahead, copies run beside the
-    computation.
-
-    take(bin, wait) gives a bin's samples ([]: none is left, the bin is passed over), or None where they are not there
-    yet and it shall not wait. """
-    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-    todo, ahead = deque(bins), deque()
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        def fill(wait: bool) -> None:
-            while todo and len(ahead) <= workers and (samples := take(todo[0], wait and not ahead)) is not None:
-                item = todo.popleft()
-                if samples:
-                    ahead.append((item, pool.submit(load, samples)))
-
-        fill(True)
-        while ahead:
-            begun = time.monotonic()
-            item, future = ahead.popleft()
-            batch = future.result()
-            waited = time.monotonic() - begun
-            # Not waiting: where the disk is bounded, the samples waited for come only after this batch is trained on
-            # and released
-            fill(False)
-            yield item, on_device(batch, device, dtype, copies), waited
-            fill(True)
-
-
-def on_device(batch: Batch, device, dtype, copies) -> Batch:
-    """The batch on the device, copied on the stream `copies` if there is one."""
-    if not copies:
-        return batch.to(device, dtype)
-    current = torch.cuda.current_stream(device)
-    with torch.cuda.stream(copies):
-        moved = batch.to(device, dtype)
-    current.wait_stream(copies)
-    for value in vars(moved).values():
-        if torch.is_tensor(value):
-            value.record_stream(current)  # allocated on the other stream, used here
-    return moved
 
 
 def add_noise(batch: Batch, std: float, seed: str) -> None:

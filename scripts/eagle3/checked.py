@@ -8,6 +8,7 @@ Shapes: T tokens of a sample, S its first response token, Vt target vocabulary, 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from eagle3.batches import Sample
+from eagle3.checkpoints import writing
 from eagle3.drafter import chunks, logits_of
+from eagle3.processes import LONG_WORK, meet
 from eagle3.stage import UserError, bar, duration, log, write_atomic
-from eagle3.states import check_sample, response_start, sample_path
+from eagle3.states import UNREADABLE, check_sample, response_start, sample_path
 
 CHECK_CHUNK = 256
 MIN_AGREEMENT = 0.05  # less of the response being the target's argmax means: other states, other target
@@ -81,7 +83,8 @@ def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, 
                     read += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
                 records.append(record)
             found = save({"mass": torch.cat(masses)}, {"samples": json.dumps(records)})
-            write_atomic(cache / f"{start:08d}.safetensors", found)
+            with writing(cache):
+                write_atomic(cache / f"{start:08d}.safetensors", found)
             progress.update(CHECK_CHUNK)
             if process.rank == 0 and time.monotonic() - told > 10:
                 told = time.monotonic()
@@ -130,6 +133,13 @@ def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
     return samples, problems, (agreed, predicted)
 
 
+def forget(cache: Path) -> None:
+    """What was found is found anew."""
+    for path in cache.rglob("*.safetensors"):
+        if re.fullmatch(r"\d{8}\.safetensors", path.name):
+            path.unlink()
+
+
 @dataclass
 class Checked:
     """What a folder holds."""
@@ -143,8 +153,7 @@ def usable_samples(source, max_tokens: int, workers: int, head: torch.Tensor, pr
     """The samples of a folder (`sources.Source`), each read whole once. Raises UserError when too much is wrong."""
     folder, index = source.folder, source.index
     check_files(folder, source.cache, source, head, process, workers)
-    if process.world > 1:
-        dist.barrier()
+    meet(process, LONG_WORK)
     samples, problems, (agreed, predicted) = read_checked(folder, source.cache, index, max_tokens)
     dropped = Counter(problems.values())
     damaged = sorted(name for name, problem in problems.items() if not problem.startswith("no response token"))
@@ -152,9 +161,13 @@ def usable_samples(source, max_tokens: int, workers: int, head: torch.Tensor, pr
     for name in damaged[:10 if too_many else None] + sorted(problems.keys() - set(damaged))[:10]:
         process.say(f"skipped {sample_path(folder, name)} | {problems[name]}")
     if too_many:
+        meet(process, LONG_WORK)  # all have read it
+        if process.rank == 0:
+            forget(source.cache)  # what is mended is looked at again
+        see = "See to the disk. " if UNREADABLE in dropped else ""
         raise UserError(f"{folder}: {len(damaged)} of {len(index)} samples are bad ({dict(sorted(dropped.items()))}; "
-                        f"the first: {sample_path(folder, damaged[0])}). Run 03_extract.py --verify, extract anew what "
-                        "it names (--redo-failed), then this with another --output-dir.")
+                        f"the first: {sample_path(folder, damaged[0])}). {see}Run 03_extract.py --verify, extract anew "
+                        "what it names (--redo-failed), then this again.")
     if agreed < MIN_AGREEMENT * predicted:
         raise other_target(folder, agreed / predicted)
     return Checked(samples, dropped, agreed, predicted)

@@ -23,13 +23,13 @@ from eagle3.checked import usable_samples
 from eagle3.drafter import Drafter, Shape, read_shape
 from eagle3.figures import BOOTSTRAP, resampled
 from eagle3.metrics import listed
+from eagle3.processes import Process
 from eagle3.report import markdown_table
 from eagle3.responses import part_files, read_jsonl
 from eagle3.sources import Source, once, read_source
 from eagle3.stage import SCHEMA, UserError, log, read_json, sha256_file, write_atomic
 from eagle3.states import layer_list
 from eagle3.target import Target
-from eagle3.trainer import Process
 
 
 @dataclass
@@ -136,10 +136,10 @@ def accept_figures(walks: dict[str, list[int]]) -> dict:
 
 
 def difference(first: dict[str, list[int]], other: dict[str, list[int]]) -> dict:
-    """accept_length of `other` less that of `first` on the same samples, and its 95 % interval: in a resample both
-    have the same ones.
+    """accept_length of `other` less that of `first` on the samples that both could read, and its 95 % interval: in a
+    resample both have the same ones.
     """
-    ids = list(first)
+    ids = [name for name in first if name in other]
     both = np.hstack([counts(first, ids), counts(other, ids)])
 
     def statistic(sums):

@@ -19,9 +19,10 @@ from eagle3.batches import Sample
 from eagle3.checked import MAX_BAD, MIN_AGREEMENT, other_target, response_mass
 from eagle3.journal import (Tail, append_released, cut_torn_line, read_bound, read_plan, read_quarantine, read_released,
                             sizes_in_place)
+from eagle3.patience import patiently
 from eagle3.stage import UserError, duration, lock_file, log, read_manifest, sha256_file, sync_folder
 from eagle3.states import HEADER_BYTES, check_sample, response_start, sample_path, token_bytes
-from eagle3.trainer import all_ranks
+from eagle3.processes import all_ranks
 
 QUARANTINED = "quarantined by 03_extract"
 
@@ -93,6 +94,7 @@ class Follow:
         self.unchecked, self.checks, self.busy = deque(), {}, []  # of this rank: ids, {id: future}, futures at work
         self.seen, self.mine = self.nothing(), self.nothing()  # by all ranks up to the last checkpoint; by this since
         self.bound = read_bound(self.folder)
+        self.stopped = lambda: False  # whether waiting has no use any more: the run is about to leave
 
     @staticmethod
     def nothing() -> dict:
@@ -124,8 +126,11 @@ class Follow:
                 self.unused.setdefault(step, []).append(Sample(row["id"], path, row["tokens"], row["tokens"], None))
         self.schedule, self.train, self.val = schedule, train, val
 
-    def begin(self, done: int, seen: dict | None) -> set[int]:
-        """Go on after step `done`. Returns the steps at which to save and release. Raises UserError."""
+    def begin(self, done: int, seen: dict | None, damaged: str = "") -> set[int]:
+        """Go on after step `done`. Returns the steps at which to save and release. Raises UserError.
+
+        damaged: what is wrong with later checkpoints, if anything.
+        """
         self.seen = seen or self.nothing()
         rank, world = self.process.rank, self.process.world
         bins = (indices for _, step in self.schedule[done:] for indices in step[rank::world])
@@ -134,7 +139,7 @@ class Follow:
         self.awaited = {name for name, step in self.step_of.items() if step > done}
         if self.bound is None:
             return set()
-        self.take_over_released(done)
+        self.take_over_released(done, damaged)
         aux_states = len(str(self.facts["capture_layers"]).split(","))
         token = token_bytes(self.facts["hidden_size"], self.facts["dtype"], aux_states)
         sizes = np.array([row["tokens"] * token + HEADER_BYTES for row in self.rows])
@@ -151,11 +156,15 @@ class Follow:
                          f"validation stays: {held / 1e9:,.3f} GB | {len(saves) + 1} releases to come")
         return set(saves)
 
-    def take_over_released(self, done: int) -> None:
+    def take_over_released(self, done: int, damaged: str) -> None:
         """What an earlier process released: all of it must be behind step `done`. Raises UserError."""
         path = self.folder / "released.jsonl"
         self.released = set(read_released(self.folder))
         unknown = sum(self.step_of.get(name, self.total + 1) > done for name in self.released)
+        if unknown and damaged:
+            raise UserError(f"{damaged}, and {unknown} samples were released since the good one of step {done}: they "
+                            "are gone. Put the damaged one back from a copy, or begin both stages in new folders; "
+                            f"--finetune-from {self.args.output_dir}/checkpoint-{done} keeps what it has learnt.")
         if unknown:
             raise UserError(f"{path}: names {unknown} samples that step {done} in {self.args.output_dir} has not "
                             "behind it: they were released to another output folder, or to a checkpoint that is gone. "
@@ -172,9 +181,11 @@ class Follow:
 
     # ---- waiting and checking ----
     def poll(self) -> None:
-        """Take in what 03 has written. A file's line comes before the file: seen in this order, the line is that
-        file's.
-        """
+        """Take in what 03 has written."""
+        patiently(self.look, self.folder)
+
+    def look(self) -> None:
+        """A file's line comes before the file: seen in this order, the line is that file's."""
         arrived = [name for name in self.fresh if sample_path(self.folder, name).exists()]
         for row in self.journal.new_rows():
             if row.get("redo"):
@@ -206,9 +217,10 @@ class Follow:
         return sample.id in self.failed
 
     def wait(self, samples: list[Sample]) -> None:
-        """Until all of them are known. Raises UserError when 03's bound shrinks meanwhile."""
+        """Until all of them are known, or the run is about to leave. Raises UserError when 03's bound shrinks.
+        """
         told = time.monotonic() - 25  # the first line comes soon
-        while open_ones := [sample for sample in samples if not self.known(sample)]:
+        while (open_ones := [sample for sample in samples if not self.known(sample)]) and not self.stopped():
             self.poll()
             if time.monotonic() - told > 30 and open_ones[0].id not in self.there:
                 told = time.monotonic()
@@ -259,6 +271,10 @@ class Follow:
         if predicted >= 100 and agreed < MIN_AGREEMENT * predicted:
             raise other_target(self.folder, agreed / predicted)
 
+    def agreement(self) -> float:
+        """Share of response tokens, up to the last `gather`, that are the target's argmax."""
+        return self.seen["agreed"] / max(1, self.seen["predicted"])
+
     def gather(self) -> dict:
         """What was seen so far on all ranks; it belongs into the checkpoint."""
         for part in all_ranks(self.mine, self.process):
@@ -269,8 +285,7 @@ class Follow:
         return self.seen
 
     def validation(self) -> list[Sample]:
-        """The usable validation samples, the same on every rank. Raises UserError."""
-        self.wait(self.val)
+        """The usable validation samples, known by now, the same on every rank. Raises UserError."""
         ours = self.val[self.process.rank::self.process.world]
         found = {sample.id: sample for part in all_ranks(self.usable(ours), self.process) for sample in part}
         self.behind(ours)
@@ -302,13 +317,17 @@ class Follow:
         self.process.say(f"released {len(going):,} samples behind step {step}, {len(self.released):,} in all | "
                          f"{freed / 1e9:,.3f} GB | disk {held / 1e9:,.3f}/{self.bound / 1e9:,.3f} GB")
 
-    def finish(self) -> str:
-        """sha256 of 03's manifest, once 03 is done, too."""
+    def wait_for_end(self) -> None:
+        """Until 03 is done and the validation samples are checked, or the run is about to leave."""
         told = time.monotonic() - 25
-        while not (self.folder / "manifest.json").exists():
+        while not (self.folder / "manifest.json").exists() and not self.stopped():
             if time.monotonic() - told > 30:
                 told = time.monotonic()
                 self.process.say(f"waiting for 03_extract to write its manifest | {self.silence()}")
             time.sleep(0.1)
+        self.wait(self.val)
+
+    def finish(self) -> str:
+        """sha256 of 03's manifest."""
         read_manifest(self.folder, "03_extract")
         return sha256_file(self.folder / "manifest.json")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Callable
 
 from eagle3.stage import UserError, append_lines, log, read_json, sha256_file, whole_lines, write_atomic
-from eagle3.states import HEADER_BYTES, StateFile, check_header, sample_path, token_bytes
+from eagle3.states import HEADER_BYTES, StateFile, check_header, facts_token_bytes, sample_path
 
 
 # ---- read by both sides ----
@@ -249,7 +249,7 @@ class Room:
         """
         while not stopped():
             facts = self.journal.facts
-            need = sample.tokens * token_bytes(facts["hidden_size"], facts["dtype"]) + HEADER_BYTES if facts else 0
+            need = sample.tokens * facts_token_bytes(facts) + HEADER_BYTES if facts else 0
             with self.lock:
                 self.poll()
                 # Before the first file its size is unknown: that one goes alone

@@ -34,11 +34,29 @@ class Window:
 
     def __init__(self, steps: int):
         self.sums, self.counts = 0, np.zeros(steps, np.int64)
+        self.missing = np.zeros(steps)  # of these counts: rows of this rank that could not be read
         self.tokens = self.flops = self.waited = 0
         self.begun = time.monotonic()
 
     def add(self, sums: torch.Tensor, counts: np.ndarray, tokens: int) -> None:
         self.sums, self.counts, self.tokens = self.sums + sums.double(), self.counts + counts, self.tokens + tokens
+
+    def totals(self) -> torch.Tensor:
+        """(K, 5) on the device: the pass's sums, and the rows missing; of this rank."""
+        missing = torch.as_tensor(self.missing, dtype=self.sums.dtype, device=self.sums.device)
+        return torch.cat([self.sums, missing[:, None]], 1)
+
+    def kept(self) -> dict | None:
+        """What a checkpoint keeps of it, bit by bit; None where nothing happened yet."""
+        if not torch.is_tensor(self.sums):
+            return None
+        return {"sums": self.sums.tolist(), "counts": self.counts.tolist(), "missing": self.missing.tolist()}
+
+    def take_up(self, kept: dict, device) -> None:
+        """Add what `kept` gave: this window goes on from there."""
+        self.sums = self.sums + torch.tensor(kept["sums"], dtype=torch.float64, device=device)
+        self.counts = np.array(kept["counts"])  # of the step, so the same on each rank
+        self.missing = self.missing + np.array(kept["missing"])
 
 
 def listed(metrics: dict, name: str, steps: int, digits=3) -> str:

@@ -88,12 +88,45 @@ def reasoning_of(message: dict) -> str | None:
     return "".join(part.get("text") or "" for part in details) if details else None
 
 
+def content_of(content: object) -> tuple[str, str | None]:
+    """(text, reasoning or None) of a message's content: a text, parts, or nothing. Raises TypeError, Drop.
+
+    Some APIs put the reasoning among the parts: {"type": "thinking", "thinking": a text or text parts}.
+    """
+    if content is None or isinstance(content, str):
+        return content or "", None
+    if not isinstance(content, list):
+        raise TypeError(f"content is {type(content).__name__}")
+    texts, thoughts = [], []
+    for part in content:
+        kind = part.get("type")
+        if kind in ("thinking", "reasoning"):
+            thought = part.get("thinking") or part.get(kind) or part.get("text") or ""
+            thoughts.append(content_of(thought)[0])
+        elif kind in ("redacted_thinking", "reasoning.encrypted"):
+            raise Drop("reasoning_encrypted")
+        elif isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind not in ("text", "output_text"):
+            raise Drop("not_text", f"a part of type {kind!r}")
+    return "".join(texts), "".join(thoughts) if thoughts else None
+
+
 def text_calls(calls: list) -> list[dict]:
-    """Tool calls with the fields of every row, arguments as JSON text. Raises TypeError, KeyError, AttributeError."""
-    calls = [{"id": str(call.get("id") or ""), "type": "function", "function": {
-        "name": call["function"]["name"], "arguments": call["function"].get("arguments") or "{}"}} for call in calls]
-    if not all(isinstance(text, str) for call in calls for text in call["function"].values()):
-        raise TypeError("a call's name or arguments are no text")
+    """Tool calls with the fields of every row, arguments as JSON text.
+
+    Raises Drop where they come in another form: asked again they would come so again, and an object does not tell which
+    text, and so which tokens, the target wrote.
+    """
+    try:
+        calls = [{"id": str(call.get("id") or ""), "type": "function", "function": {
+            "name": call["function"]["name"], "arguments": call["function"].get("arguments") or "{}"}}
+            for call in calls]
+        wrong = [text for call in calls for text in call["function"].values() if not isinstance(text, str)]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise Drop("bad_tool_calls", f"no list of calls with a function each: {error!r}") from None
+    if wrong:
+        raise Drop("bad_tool_calls", f"a call's name or arguments are no text but {type(wrong[0]).__name__}")
     return calls
 
 

@@ -1,15 +1,17 @@
 """Which samples make up which step of the whole run, decided before its first step."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from eagle3.batches import plan_epoch, split_samples
 from eagle3.follow import QUARANTINED, planned_samples
 from eagle3.sources import Sources, find_samples
 from eagle3.stage import UserError
+
+PLANNED_AT_MOST = 10 ** 8  # samples, each counted as often as it is trained on: 8 bytes and a while each
 
 
 @dataclass
@@ -51,18 +53,34 @@ def plan_steps(args, inputs, sources: Sources, head: torch.Tensor, process) -> P
         val = [found[sample.id] for sample in val if sample.id in found]
         missing = {sample.id for sample in planned} - {row["id"] for row in inputs.index}
         dropped |= {QUARANTINED: len(missing)} if missing else {}
-    bins_per_step, shuffle = process.world * args.grad_accum, args.order == "shuffle"
-    epochs = [plan_epoch(train, args.batch_tokens, bins_per_step, args.seed, epoch, shuffle)
-              for epoch in range(args.epochs)]
-    if not all(epochs):
-        raise UserError(f"--data-weight {args.data_weight}: epoch {epochs.index([]) + 1} has no sample. Raise it.")
-    if len(epochs[0][0]) < process.world:
-        raise UserError(f"{len(train)} training samples fill {len(epochs[0][0])} micro-batches, fewer than the "
-                        f"{process.world} ranks. Use fewer, or a lower --batch-tokens.")
-    schedule = [(epoch, bins) for epoch, steps in enumerate(epochs) for bins in steps][:args.max_steps]
-    ends = np.cumsum([len(steps) for steps in epochs]).tolist()
+    schedule, ends = plan_epochs(args, train, process)
     return Plan(train, val if has.held_out is None else has.held_out, schedule, ends, found, dropped, has.agreement,
                 planned, rows)
+
+
+def plan_epochs(args, train: list, process) -> tuple[list, list[int]]:
+    """(a step each: (epoch, bins of all ranks), the steps at which epochs end), no further than --max-steps. Raises
+    UserError.
+    """
+    bins_per_step, shuffle = process.world * args.grad_accum, args.order == "shuffle"
+    schedule, ends = [], []
+    for epoch in range(args.epochs):
+        steps = plan_epoch(train, args.batch_tokens, bins_per_step, args.seed, epoch, shuffle)
+        if not steps:
+            raise UserError(f"--data-weight {args.data_weight}: epoch {epoch + 1} has no sample. Raise it.")
+        if not epoch and len(steps[0]) < process.world:
+            raise UserError(f"{len(train)} training samples fill {len(steps[0])} micro-batches, fewer than the "
+                            f"{process.world} ranks. Use fewer, or a lower --batch-tokens.")
+        epochs = min(args.epochs, math.ceil(args.max_steps / len(steps))) if args.max_steps else args.epochs
+        if epochs * len(train) > PLANNED_AT_MOST:
+            raise UserError(f"{len(train):,} samples in {epochs:,} epochs are too many to plan ahead (at most "
+                            f"{PLANNED_AT_MOST:,} samples, each counted once an epoch). Lower --epochs or "
+                            "--max-steps.")
+        schedule += [(epoch, bins) for bins in steps]
+        ends.append(len(schedule))
+        if args.max_steps and len(schedule) >= args.max_steps:
+            break
+    return schedule[:args.max_steps], ends
 
 
 def refuse_held_out(args, rows: list[dict], held_out: list | None) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eagle3.batches import Sample, reading
+from eagle3.batches import Sample
 from eagle3.checked import usable_samples
 from eagle3.inputs import read_index
+from eagle3.patience import patiently
 from eagle3.stage import UserError, read_manifest, sha256_file
 from eagle3.states import StateFile, layer_list
 from eagle3.target import Target
@@ -175,5 +176,11 @@ def same(one: Sample, other: Sample) -> bool:
 
 def token_ids(sample: Sample) -> np.ndarray:
     """(T,) of its file, whole. Raises UserError."""
-    with reading(sample.path), StateFile(sample.path) as file:
-        return file.input_ids()
+    def read():
+        with StateFile(sample.path) as file:
+            return file.input_ids()
+    try:
+        return patiently(read, sample.path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{sample.path}: not readable ({error}). It was whole when it was checked: see to the "
+                        "disk.") from None

@@ -19,6 +19,8 @@ from typing import IO, Callable
 import yaml
 from tqdm import tqdm
 
+from eagle3.masking import clean, hide, secrets_in
+
 SCHEMA = 1  # of every artifact
 SCRIPTS = {"generate": "01_generate", "build_vocab": "02_build_vocab", "extract": "03_extract", "train": "04_train",
            "benchmark": "05_benchmark"}  # a run file's sections and whose flags they hold
@@ -33,7 +35,7 @@ class UserError(Exception):
 # ---- what the user sees ----
 def log(event: str) -> None:
     """One line, flushed: `2026-11-29T12:00:00 train step 420/12000 | ...`. A bar on the terminal stays below it."""
-    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {re.sub(r'^[0-9]+_', '', PROGRAM)} {event}"
+    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {re.sub(r'^[0-9]+_', '', PROGRAM)} {clean(event)}"
     if getattr(tqdm, "_instances", None):
         tqdm.write(line, file=sys.stdout)
     else:
@@ -59,7 +61,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: {clean(str(error))}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted. The same command goes on from here.", file=sys.stderr, flush=True)
@@ -71,11 +73,15 @@ def read_run_file(path: Path) -> dict:
     """The run's YAML file with `{run_dir}` and `{target}` filled in. Raises UserError."""
     try:
         document = yaml.safe_load(path.read_text()) or {}
+    except yaml.MarkedYAMLError as error:  # its own words repeat the line, which may hold a key
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}: not a readable YAML file ({error.problem}{line}).") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not a readable YAML file ({' '.join(str(error).split())}).") from None
     if not isinstance(document, dict) or not set(document) <= SECTIONS:
-        unknown = sorted(map(str, set(document) - SECTIONS)) if isinstance(document, dict) else document
+        unknown = sorted(map(str, set(document) - SECTIONS)) if isinstance(document, dict) else type(document).__name__
         raise UserError(f"{path}: unknown section {unknown}; known: {sorted(SECTIONS)}.")
+    hide(*secrets_in(document))
     names = {f"{{{key}}}": str(document.get(key, "")) for key in ("run_dir", "target")}
 
     def fill(value):
@@ -98,6 +104,7 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
     parser.error = fail
     parser.add_argument("--config", type=Path, metavar="FILE.yaml",
                         help=f"run file; its section `{section}` holds flags")
+    hide(*secrets_in(argv))  # a key on the command line by mistake stands in argparse's complaint
     probe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     probe.error = fail
     probe.add_argument("--config", type=Path)
@@ -203,10 +210,12 @@ def lock_file(path: Path) -> IO | None:
     return lock
 
 
-def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
+def open_stage(folder: Path, config: dict, may_change: set[str],
+               renew: Callable[[dict], dict | None] = lambda old: old) -> IO:
     """Lock `folder` for this process and refuse what another config began there (`stage.json`). Keep the handle open.
 
-    Raises UserError.
+    renew: gets the config of before, once the folder is locked, and returns it as it counts now; None where nothing
+    came of it, so that nothing hangs on it. Raises UserError.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -217,7 +226,7 @@ def open_stage(folder: Path, config: dict, may_change: set[str]) -> IO:
         raise UserError(f"{folder}: another process is writing there. Wait for it, or use another folder.")
     fixed = json.loads(json.dumps({key: value for key, value in config.items() if key not in may_change}, default=str))
     path = folder / "stage.json"
-    old = json.loads(path.read_text()) if path.exists() else fixed
+    old = (renew(read_json(path)) if path.exists() else None) or fixed
     differs = [f"{key}: {old.get(key)!r} there, {fixed.get(key)!r} now"
                for key in sorted(old.keys() | fixed.keys()) if old.get(key) != fixed.get(key)]
     if differs:

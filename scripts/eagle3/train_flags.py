@@ -82,7 +82,8 @@ def add_loss_flags(add) -> None:
     add("--loss", choices=("ce", "kl", "lk"), default="ce",
         help="soft cross-entropy, KL, or -log of the acceptance probability")
     add("--noise-std", type=float, default=0.0, help="EAGLE's uniform noise on the target's states")
-    add("--ema", type=float, default=0.0, metavar="DECAY", help="evaluate and export an average of the weights, of a decay that grows up to this")
+    add("--ema", type=float, default=0.0, metavar="DECAY",
+        help="evaluate and export an average of the weights; its decay grows up to this as the steps go on")
 
 
 def add_drafter_flags(add) -> None:

@@ -1,61 +1,15 @@
-"""Where a process computes, which pass it takes, and one optimizer step."""
+"""Which pass trains a drafter, and one optimizer step."""
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from eagle3 import fused, ttt
 from eagle3.drafter import Drafter, NamedTensors
 from eagle3.optimizers import AdamW, Gradients, Muon
-from eagle3.stage import UserError, log
 
 
-# ---- processes ----
-@dataclass(frozen=True)
-class Process:
-    """One of `world` processes that train together, and where it computes. A single one takes the same path as many."""
-    rank: int
-    world: int
-    device: torch.device
-    dtype: torch.dtype
-
-    def say(self, event: str) -> None:
-        if self.rank == 0:
-            log(event)
-
-
-def join_processes(device: str | None, dtype: str | None) -> Process:
-    """Joins the other ranks, if torchrun started any. Raises UserError."""
-    rank, world, local = (int(os.environ.get(name, default))
-                          for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
-        if local >= torch.cuda.device_count():
-            raise UserError(f"rank {rank} wants GPU {local}, torch sees {torch.cuda.device_count()}. "
-                            "Start as many processes as GPUs, or --device cpu.")
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if world > 1:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(hours=12))
-    return Process(rank, world, device, getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")))
-
-
-def all_ranks(value, process: Process) -> list:
-    """`value` of each rank."""
-    parts = [value] * process.world
-    if process.world > 1:
-        dist.all_gather_object(parts, value)
-    return parts
-
-
-# ---- one optimizer step ----
 def choose_pass(draft: Drafter):
     """The module whose `ttt_pass` trains this drafter: `fused` where it runs, else `ttt`, the slow definition."""
     return fused if fused.runs(draft) else ttt
@@ -115,8 +69,20 @@ class Trainer:
         kept = {"master": self.draft.master.flat, **self.optimizer.state()}
         return kept | ({"average": self.average.flat} if self.args.ema else {})
 
+    def not_finite(self) -> list[str]:
+        """What of all this is not finite, or too large for the exported dtype. Waits for the device."""
+        named = {name: torch.linalg.vector_norm(tensor, math.inf) for name, tensor in self.tensors().items()}
+        named = {"weights" if name == "master" else name: norm for name, norm in named.items()}
+        named["gradient norm"] = self.grad_norm
+        largest = dict(zip(named, torch.stack([norm.double() for norm in named.values()]).tolist()))
+        found = [name for name, value in largest.items() if not math.isfinite(value)]
+        exported = largest["average" if self.args.ema else "weights"]
+        if not found and exported > torch.finfo(getattr(torch, self.args.export_dtype)).max:
+            found = [f"weights as {self.args.export_dtype} (--export-dtype)"]
+        return found
+
     def update(self, batches, turns: int, counts, lr: float) -> torch.Tensor:
-        """Take `turns` micro-batches from the iterator `batches` and change the weights once.
+        """Take `turns` micro-batches (or None) from the iterator `batches` and change the weights once.
 
         counts (K,): loss rows of the whole step, on all ranks: the loss is a mean over them, whoever computes which
         part. Returns the pass's sums of this rank (K, 4). """
@@ -129,7 +95,11 @@ class Trainer:
             grads.done(*self.ttt.reduce_order(draft.shape))
         for turn in range(turns):
             grads.begin(first=turn == 0, last=turn == turns - 1)
-            sums += self.ttt.ttt_pass(draft, next(batches), step_weights, grads, args.loss)[0]
+            batch = next(batches)
+            if batch:
+                sums += self.ttt.ttt_pass(draft, batch, step_weights, grads, args.loss)[0]
+            else:  # nothing of it could be read
+                grads.done(*self.ttt.reduce_order(draft.shape))
         grads.wait()
         self.ttt.finish(grads, draft)
         self.grad_norm = torch.linalg.vector_norm(grads.flat, dtype=master.dtype)
