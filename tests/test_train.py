@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, free_port, load_script, run_script
-from train_reference import learnable_samples, one_thread, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target
+from train_reference import learnable_samples, one_thread, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target  # noqa: F401
 from eagle3.batches import Sample, collate, pack, plan_epoch, split_samples
 from eagle3.checked import read_checked, response_mass
 from eagle3.checkpoints import checkpoints, repair
@@ -36,12 +36,6 @@ train = load_script("04_train")
 SHAPE = Shape(32, 4, 2, 8, 48, 97, 61, 1e-5, 50000.0, 4096)
 STEP_WEIGHTS = [1.0, 0.7, 0.3]
 K = len(STEP_WEIGHTS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
