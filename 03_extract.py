@@ -74,7 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--verify-again", type=int, default=0, metavar="N",
         help="--verify, and N samples extracted anew, each alone, and compared with those in place (needs servers)")
     add("--verifier-path", type=Path, metavar="DIR",
-        help="the target's folder: --verify then also recomputes greedy tokens; its vocabulary is that of all token ids")
+        help="the target's folder: --verify then also recomputes greedy tokens; its vocabulary is that of all token "
+             "ids")
     add("--verify-positions", type=int, default=64, metavar="K",
         help="response positions a sample to recompute (0: all)")
     add("--min-agreement", type=float, default=0.2, metavar="SHARE",
@@ -128,8 +129,10 @@ def forecast(job: Extraction, tokens: int) -> None:
 
 
 def check_servers(job: Extraction) -> int | None:
-    """All of them are there and take the key, and still nothing of an earlier process. Returns the target's vocabulary
-    size where --verifier-path or a server tells it. Raises UserError."""
+    """All of them are there and take the key, and still nothing of an earlier process.
+
+    Returns the target's vocabulary size where --verifier-path or a server tells it. Raises UserError.
+    """
     sizes = [text_config(job.args.verifier_path).get("vocab_size")] if job.args.verifier_path else []
     for server in job.servers:
         try:

@@ -255,7 +255,7 @@ class Extraction:
                 server.in_flight -= 1
 
     def wait(self, folder: Path, sample: Sample, server: Server, epoch: int) -> Path | None:
-        """The file of `sample`, once it is whole; None when the run is to stop. Raises Lost and what its .error says."""
+        """The file of `sample`, once it is whole; None when the run is to stop. Raises Lost, what its .error says."""
         path, failed = folder / f"{sample.id}.safetensors", folder / f"{sample.id}.error"
         asked = time.monotonic()
         pause = 0.002
