@@ -1,8 +1,7 @@
-"""What became of every row that 01_generate read: kept, dropped, set aside or not answered, by source; the sums must hold.
+"""What became of every row that 01_generate read, kept, dropped, set aside or not answered; the sums hold.
 
 A prompt row counts as kept when one of its turns was kept. Set aside: no server gave an answer, the same command asks
-again. Not answered: the run ended before it was (a
-budget, a signal, a full disk).
+again. Not answered: the run ended before (a budget, a signal, a full disk).
 """
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Session:
             return
         messages, ended = [], None  # ended: why no later turn can follow
         for turn, (before, given) in enumerate(prompt.turns):
-            messages = messages + before
+            messages = messages + [self.tokens.with_structure(message) for message in before]
             if self.store.knows(ids[turn]):
                 row = self.store.row(ids[turn])
             else:
@@ -219,7 +219,8 @@ class Session:
             if self.fruitless.total() >= FRUITLESS:
                 urls = ", ".join(server.url for server in self.servers)
                 raise UserError(f"{urls} refuses every request or answers it uselessly: {dict(self.fruitless)}; the "
-                                f"last: {row['reason']}: {row['detail']}. Check --model, --max-tokens, --thinking and --api.")
+                                f"last: {row['reason']}: {row['detail']}. Check --model, --max-tokens, --thinking and "
+                                "--api.")
 
     async def turn(self, question: Question, given: dict | None,
                    ended: str | None) -> tuple[dict | None, Amount | None]:
