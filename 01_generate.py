@@ -46,7 +46,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3.account import Account, over_half  # noqa: E402
 from eagle3.api import discover  # noqa: E402
 from eagle3.asking import Session, room_needed  # noqa: E402
-from eagle3.network import ensure_open_files, read_key, shown  # noqa: E402
+from eagle3.masking import clean, masked  # noqa: E402
+from eagle3.network import ensure_open_files, read_key  # noqa: E402
 from eagle3.responses import drop_row, part_files  # noqa: E402
 from eagle3.prompt_sources import Source, open_sources  # noqa: E402
 from eagle3.stage import (UserError, log, open_stage, parse_args, read_manifest, run, write_atomic,  # noqa: E402
@@ -165,7 +166,7 @@ def main(argv: list[str]) -> int:
     config = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE} | {
         "columns": [source.options for source in sources], "inputs": inputs}
     log("config "
-        + json.dumps({**vars(args), "base_url": list(map(shown, args.base_url)), "inputs": inputs}, default=str))
+        + json.dumps({**vars(args), "base_url": masked(args.base_url), "inputs": inputs}, default=str))
     with open_stage(args.output_dir, config, set()):
         code = 0 if complete_already(args) else work_in(args, key, sources, config)
     if not code:
@@ -221,7 +222,7 @@ def complete_already(args) -> bool:
     if not (args.output_dir / "manifest.json").exists():
         return False
     manifest = read_manifest(args.output_dir, STAGE)
-    complete = manifest["stopped"] is None and manifest["limit"] == args.limit
+    complete = manifest.get("stopped", "") is None and manifest.get("limit", "") == args.limit
     if complete:
         log(f"complete already: {manifest['counts']}")
     return complete
@@ -283,7 +284,7 @@ def finish_folder(args, session: Session, about: dict) -> None:
 
 
 def fail(why: str, code: int) -> int:
-    print(f"{STAGE}: {why}", file=sys.stderr, flush=True)
+    print(f"{STAGE}: {clean(why)}", file=sys.stderr, flush=True)
     return code
 
 

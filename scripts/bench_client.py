@@ -111,6 +111,7 @@ def main() -> None:
     where.add_argument("--paced", type=float, metavar="MS", help="milliseconds between the events of a stream")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with `messages` or `prompt`")
     parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the tokenizer's folder run its own code")
     parser.add_argument("--limit", type=int, default=512)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -119,7 +120,7 @@ def main() -> None:
     if args.paced:
         start_paced(args)
     rows = list(read_jsonl(args.prompts))[:args.limit]
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=args.trust_remote_code)
     texts = [tokenizer.apply_chat_template(row.get("messages") or [{"role": "user", "content": row["prompt"]}],
                                            add_generation_prompt=True, tokenize=False) for row in rows]
     rounds = []  # (05's tok/s, SGLang's)
@@ -159,7 +160,8 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
 def ours_and_theirs(args, folder: Path, report: Path, n_prompts: int) -> tuple[float, float]:
     """tok/s of 05 and of SGLang's benchmark, one after the other."""
     run([ROOT / "05_benchmark.py", "--base-url", args.base_url, "--prompts", folder / "ours.jsonl", "--fixed-length",
-         "--max-tokens", args.max_tokens, "--concurrency", args.concurrency, "--output-dir", report], "05_benchmark.py")
+         "--max-tokens", args.max_tokens, "--concurrency", args.concurrency, "--repeats", 1, "--output-dir", report],
+        "05_benchmark.py")
     serving = ["-m", "sglang.bench_serving"] if torch.cuda.is_available() else ["-c", SERVING_ON_CPU]
     run([*serving, "--backend", "sglang", "--base-url", args.base_url, "--model", args.tokenizer, "--tokenizer",
          args.tokenizer, "--dataset-name", "custom", "--dataset-path", folder / "theirs.jsonl", "--sharegpt-output-len",

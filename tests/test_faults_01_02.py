@@ -876,3 +876,53 @@ def test_02_ends_in_one_line_and_may_be_mended(harm, code, says, tmp_path, capsy
         # nothing holds to the first wish
         assert build(capsys, data, tmp_path / "out", "--draft-vocab-size", 17)[0] == 0
     assert (tmp_path / "out/manifest.json").exists()
+
+
+def test_a_key_that_a_server_repeats_is_not_stored(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("A_KEY", "sk-hunter2-hunter2")
+    words = "your key sk-hunter2-hunter2 \x1b[31m may not"
+    answer = lambda body, nth: THOUGHT if asked(body) == "question 0" else error(400 if nth else 500, words)
+    with ApiServer(answer) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out", "--api-key-env", "A_KEY")
+        code, out, err = run_here(argv, capsys)
+    assert code == 0 and dropped_of(tmp_path / "out") == {"p1-t0": "http_400"} and "your key *** ?[31m may not" in out
+    assert "hunter2" not in out + err + "".join(
+        path.read_text() for path in (tmp_path / "out").glob("*.json*"))
+
+
+def test_calls_that_an_api_lost(tokens):
+    with pytest.raises(Drop, match="tool_calls_lost"):
+        settled(tokens, True, "I add.", "tool_calls", reasoning="r")
+
+
+def test_marks_in_the_messages_of_a_prompt(tokens):
+    give = tokens[True].with_structure
+    talk = lambda content, **more: {"role": "assistant", "content": content, **more}
+    assert give(talk("<think>r</think>a")) == talk("a", reasoning_content="r")
+    assert give(talk(CALL)) == talk("", tool_calls=ADD)
+    for message in (talk("r</think>a"), talk("plain"), talk(None), talk(CALL, tool_calls=ADD),
+                    {"role": "user", "content": "<think>r</think>a"}):
+        assert give(message) == message
+
+
+@pytest.mark.parametrize("line, says", [('{"id": "x"}', "lacks keys of a row"), ("[]", "lacks keys"), ("{", "is not JSON")])
+def test_a_foreign_row_in_the_folder_is_named(line, says, tmp_path, capsys):
+    with ApiServer(thoughtful) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out")
+        assert run_here([*argv, "--limit", 1], capsys)[0] == 0
+        for name in ("part-00000.jsonl", "dropped.jsonl"):
+            whole = (tmp_path / "out" / name).read_text()
+            (tmp_path / "out" / name).write_text(whole + line + "\n")
+            code, _, err = run_here(argv, capsys)
+            assert code == 2 and f"{name}: the row at byte {len(whole.encode())} {says}" in err
+            (tmp_path / "out" / name).write_text(whole)
+        (tmp_path / "out/.unsettled").write_bytes(b"torn")
+        assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 2
+
+
+def test_words_that_the_terminal_cannot_show(tmp_path):
+    with ApiServer(lambda body, nth: error(400, "zu lang: ü 思") if asked(body) == "question 1" else THOUGHT) as api:
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out")
+        done = in_a_process(argv, env={"PYTHONIOENCODING": "ascii", "OPENAI_ORG_ID": "ü", "OPENAI_PROJECT_ID": "mine"})
+        assert done.returncode == 0 and "zu lang: \\xfc" in done.stdout, done.stderr
+        assert not any("openai-" in name.lower() for name in api.requests[0][3])

@@ -23,7 +23,8 @@ import httpx
 import openai
 
 from eagle3.budget import Halt
-from eagle3.network import cause_of, client_for, parsed, proxy_for, shown, tls_context
+from eagle3.masking import masked
+from eagle3.network import cause_of, client_for, parsed, proxy_for, tls_context
 from eagle3.responses import Answer, Drop, Question, content_of, printable, reasoning_of, text_calls
 from eagle3.stage import UserError, log
 from eagle3.tokens import TOOL_FORMS, Tokens
@@ -103,12 +104,14 @@ class Server:
     CONNECTIONS = 8
 
     def __init__(self, url: str, key: str | None, concurrency: int, timeout: float, tls: ssl.SSLContext):
-        self.url, self.timeout, self.in_flight, self.failures = shown(url), timeout, 0, 0  # failures: since an answer
+        self.url, self.timeout, self.in_flight, self.failures = masked(url), timeout, 0, 0  # failures: since an answer
         self.down, self.down_until = False, 0.0  # before down_until (monotonic) it is left alone
         timeouts = httpx.Timeout(timeout, connect=20)
         self.clients = [openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=timeouts,
                                            http_client=client_for(url, tls, timeouts))
                         for _ in range(-(-concurrency // self.CONNECTIONS))]
+        for client in self.clients:  # what OPENAI_ORG_ID and OPENAI_PROJECT_ID say is not for this server
+            client.organization = client.project = None
         self.free = [client for client in self.clients for _ in range(self.CONNECTIONS)][:concurrency]
 
     async def close(self) -> None:
@@ -248,12 +251,14 @@ async def server_info(url: str, key: str | None, tls: ssl.SSLContext, asks_sglan
     """/server_info of an SGLang; {} of any other server that answers. Raises ConnectionError, in words."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     proxy = proxy_for(parsed(url, "--base-url"))
-    through = f", through the proxy {shown(proxy)}" if proxy else ""
+    through = f", through the proxy {masked(proxy)}" if proxy else ""
     try:
         async with client_for(url, tls, httpx.Timeout(20), headers=headers) as asking:
             response = await asking.get(native_url(url) + "/server_info" if asks_sglang else url)
         if response.status_code >= 500 and asks_sglang:  # a gateway whose SGLang is not up yet is no text API
             raise ConnectionError(f"HTTP {response.status_code}{through}")
+        if response.status_code == 407:
+            raise ConnectionError(f"HTTP 407: the proxy wants a password{through}")
         info = response.json() if response.status_code == 200 and asks_sglang else {}
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OverflowError) as error:
         raise ConnectionError(printable(cause_of(error)) + through) from None
@@ -283,7 +288,7 @@ async def discover(args, key: str | None) -> Service:
             found[url] = await server_info(url, key, tls, asks_sglang=api in ("auto", "sglang"))
         except ConnectionError as error:
             down[url] = str(error)
-    words = ", ".join(f"{shown(url)} ({error})" for url, error in down.items())
+    words = ", ".join(f"{masked(url)} ({error})" for url, error in down.items())
     if not found:
         hints = {"CERTIFICATE_VERIFY": " Name the file of its authority in SSL_CERT_FILE.",
                  "the proxy": " Add its host to NO_PROXY if it needs no proxy."}
@@ -299,7 +304,7 @@ async def discover(args, key: str | None) -> Service:
     if api == "auto":
         api = "sglang" if version else "openai"
     if version and args.model not in (None, model):
-        raise UserError(f"{shown(next(iter(found)))} serves {model}, not {args.model}. "
+        raise UserError(f"{masked(next(iter(found)))} serves {model}, not {args.model}. "
                         "Give the served name as --model.")
     model = model or args.model
     if not model:

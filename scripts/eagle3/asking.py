@@ -169,7 +169,7 @@ class Session:
             return
         messages, ended = [], None  # ended: why no later turn can follow
         for turn, (before, given) in enumerate(prompt.turns):
-            messages = messages + before
+            messages = messages + [self.tokens.with_structure(message) for message in before]
             if self.store.knows(ids[turn]):
                 row = self.store.row(ids[turn])
             else:

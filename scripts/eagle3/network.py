@@ -15,6 +15,7 @@ import urllib.request
 
 import httpx
 
+from eagle3.masking import hide, masked
 from eagle3.stage import UserError, log
 
 SPARE_FILES = 64  # beside the connections: rows, libraries, the log
@@ -30,15 +31,8 @@ def parsed(url: str, what: str) -> httpx.URL:
     except (httpx.InvalidURL, ValueError, TypeError):  # ValueError: a name that cannot be a host (IDNA)
         good = False
     if not good:
-        raise UserError(f"{what} {shown(url)}: not an http(s) URL.")
+        raise UserError(f"{what} {masked(url)}: not an http(s) URL.")
     return found
-
-
-def shown(url: str) -> str:
-    """The URL without what may be a password in it."""
-    scheme, mark, rest = str(url).partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}{mark}{'***@' if '@' in host else ''}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def cause_of(error: BaseException) -> str:
@@ -64,10 +58,10 @@ def proxy_for(url: httpx.URL) -> str | None:
     scheme = proxy.partition("://")[0].lower()
     if scheme.startswith("socks"):
         if importlib.util.find_spec("socksio") is None:
-            raise UserError(f"{variable} names the SOCKS proxy {shown(proxy)}: this needs a package "
+            raise UserError(f"{variable} names the SOCKS proxy {masked(proxy)}: this needs a package "
                             f"(pip install 'httpx[socks]'). {remedy}")
         if scheme not in ("socks5", "socks5h"):
-            raise UserError(f"{variable} {shown(proxy)}: of SOCKS proxies only socks5 and socks5h are known. {remedy}")
+            raise UserError(f"{variable} {masked(proxy)}: of SOCKS proxies only socks5 and socks5h are known. {remedy}")
         return proxy
     try:
         return str(parsed(proxy, variable))
@@ -142,12 +136,12 @@ def client_for(url: str, tls: ssl.SSLContext, timeout: httpx.Timeout, **more) ->
     async def look_at_redirect(response: httpx.Response) -> None:
         if not response.has_redirect_location or response.request.method == "GET":
             return
-        target = shown(response.headers["location"])
+        target = masked(str(response.headers["location"]))
         if response.status_code not in (307, 308):  # the others turn the question into a GET
-            raise UserError(f"{shown(url)} has moved to {target} ({response.status_code}). Name that as --base-url.")
+            raise UserError(f"{masked(url)} has moved to {target} ({response.status_code}). Name that as --base-url.")
         there = where.join(response.headers["location"])
         if there.host != where.host and response.request.headers.get("authorization"):
-            raise UserError(f"{shown(url)} sends on to {target} ({response.status_code}), where the key is not sent. "
+            raise UserError(f"{masked(url)} sends on to {target} ({response.status_code}), where the key is not sent. "
                             "Name that as --base-url.")
 
     return httpx.AsyncClient(verify=tls, timeout=timeout, proxy=proxy_for(where), trust_env=False,
@@ -168,6 +162,7 @@ def read_key(variable: str | None) -> str | None:
             "a character outside of ASCII"
         raise UserError(f"--api-key-env {variable}: holds {what} at place {odd + 1} of {len(key)}, which no request "
                         "can carry. Export the key again.")
+    hide(key)  # some servers repeat a key that they refuse
     return key
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterator
 
+from eagle3.masking import clean
 from eagle3.stage import UserError, read_manifest, sha256_file
 
 WRITTEN_BY = "01_generate"
@@ -71,8 +72,8 @@ def drop_row(row_id: str, reason: str, detail: str = "", usage: dict | None = No
 
 
 def printable(text: object) -> str:
-    """One line that any file takes: a server's message may hold half a surrogate pair."""
-    return " ".join(f"{text}".split())[:200].encode(errors="replace").decode()
+    """One line that any file and terminal takes. A server's words may hold half a surrogate pair, escape codes, a key."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(clean(f"{text}").split())[:200])
 
 
 # ---- assistant messages, in whatever spelling an API or a data set has for them ----
@@ -131,7 +132,7 @@ def text_calls(calls: list) -> list[dict]:
 
 
 def message_of(row: dict) -> dict:
-    """The answer of a row as the message that the next turn's prompt holds."""
+    """The answer of a row, or the fields of an Answer, as the message that the next turn's prompt holds."""
     message = {"role": "assistant", "content": row["content"]}
     if row["reasoning"]:
         message["reasoning_content"] = row["reasoning"]

@@ -58,6 +58,8 @@ def duration(seconds: float) -> str:
 
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Exit with main(argv)'s code; bad input ends in a line and 2, Ctrl-C in 130, the rest in a traceback and 1."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that knows only ASCII gets escapes, not a traceback
+        stream.reconfigure(errors="backslashreplace")
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:

@@ -46,19 +46,19 @@ class Store:
             self.rows_in_part = 0
             for offset, row in mended_rows(path):
                 self.done[row["id"]] = self.part << OFFSET_BITS | offset
-                self.kinds.add((row["ids_source"], row["model"] if row["ids_source"] == "server" else None))
+                self.kinds.add((row["ids_source"], row.get("model") if row["ids_source"] == "server" else None))
                 self.charge(row)
                 self.rows_in_part += 1
-        for _, row in mended_rows(folder / "dropped.jsonl"):
+        for _, row in mended_rows(folder / "dropped.jsonl", ("id", "reason", "usage")):
             if not row.get("again"):
                 self.dropped[row["id"]] = row
                 self.charge(row)
 
     def charge(self, row: dict) -> None:
         if "reason" not in row:
-            self.thought[row["provider"], how_reasoned(row)] += 1
+            self.thought[row.get("provider"), how_reasoned(row)] += 1
             self.n_rows += 1
-        usage = row["usage"] or {"prompt_tokens": len(row.get("prompt_ids", ())),
+        usage = row.get("usage") or {"prompt_tokens": len(row.get("prompt_ids", ())),
                                  "completion_tokens": len(row.get("response_ids", ()))}
         n_prompt, n_answer = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
         self.tokens += n_prompt + n_answer
@@ -132,7 +132,8 @@ def write_dropped(folder: Path, dropped: dict[str, dict], unpaid: dict[str, dict
 
 def holds_nothing(folder: Path) -> bool:
     """No answer and no drop that was paid for lies here."""
-    return not part_files(folder) and all(row.get("again") for _, row in mended_rows(folder / "dropped.jsonl"))
+    return not part_files(folder) and all(
+        row.get("again") for _, row in mended_rows(folder / "dropped.jsonl", ("id", "reason")))
 
 
 def how_reasoned(row: dict) -> str:
@@ -141,7 +142,7 @@ def how_reasoned(row: dict) -> str:
         return "ids"
     if "reasoning_from_text" in row["flags"]:
         return "marked"
-    return "parsed" if row["reasoning"] else "bare"
+    return "parsed" if row.get("reasoning") else "bare"
 
 
 def append_synced(path: Path, data: bytes) -> None:
@@ -188,7 +189,10 @@ def writable(folder: Path, needed: int) -> bool:
     return disk.f_bavail * disk.f_frsize >= needed
 
 
-def mended_rows(path: Path) -> Iterator[tuple[int, dict]]:
+KEYS = ("id", "source", "ids_source", "prompt_ids", "response_ids", "finish_reason", "flags")  # no row lacks one
+
+
+def mended_rows(path: Path, keys: tuple[str, ...] = KEYS) -> Iterator[tuple[int, dict]]:
     """(byte offset, row) of one of this folder's own files; none where there is no file.
 
     A last line without its newline is what a kill left: it is cut off. Raises UserError on any other damage.
@@ -203,10 +207,14 @@ def mended_rows(path: Path) -> Iterator[tuple[int, dict]]:
                 file.truncate(offset)
                 return
             try:
-                yield offset, json.loads(line)
+                row = json.loads(line)
+                what = "" if isinstance(row, dict) and all(key in row for key in keys) else "lacks keys of a row"
             except ValueError:
-                raise UserError(f"{path}: the row at byte {offset} is not JSON. "
-                                "Delete that line; its prompt will be asked again.") from None
+                what = "is not JSON"
+            if what:
+                raise UserError(f"{path}: the row at byte {offset} {what}. "
+                                "Delete that line; its prompt will be asked again.")
+            yield offset, row
             offset += len(line)
 
 

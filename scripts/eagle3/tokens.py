@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle3.marks import CLOSED, FREE, OPEN, Marks
-from eagle3.responses import Answer, Drop
+from eagle3.responses import Answer, Drop, message_of
 from eagle3.stage import UserError, sha256_file
 
 TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "merges", "chat_template", "special_tokens", "added_tokens",
@@ -203,6 +203,20 @@ class Tokens:
                           "function": {"name": name, "arguments": self.decode(call[middle + 1:])}})
         return calls, section
 
+    def with_structure(self, message: dict) -> dict:
+        """An assistant message of a prompt, its marked reasoning or its tool section out of the text and in fields.
+
+        Any other message as it is, for what its marks mean is not ours to say.
+        """
+        if message["role"] != "assistant" or message.get("tool_calls") or not isinstance(message.get("content"), str):
+            return message
+        answer = Answer(message["content"], message.get("reasoning_content"), [], "stop", None)
+        try:
+            self.marks.read(answer, FREE)
+        except Drop:
+            return message
+        return {**message, **message_of(vars(answer))} if answer.flags else message
+
     def rebuilt_ids(self, answer: Answer, prompt_ids: list[int], n_calls_before: int) -> list[int]:
         """Ids of an answer given as text: reasoning + </think> + content + tool section + stop. Strips nothing.
 
@@ -260,6 +274,8 @@ def settle_ids(answer: Answer, prompt_ids: list[int], tokens: Tokens, n_calls_be
     said = (answer.usage or {}).get("completion_tokens")
     written = replace(answer, flags=list(answer.flags))
     tokens.read_marks(answer, prompt_ids)
+    if answer.finish == "tool_calls" and not answer.tool_calls:
+        raise Drop("tool_calls_lost", "it ended with tool calls, and none came")
     if not answer.content and not answer.tool_calls and not (answer.reasoning and answer.finish == "length"):
         raise Drop("empty")  # reasoning alone is kept only where the limit cut it
     ids = tokens.rebuilt_ids(answer, prompt_ids, n_calls_before)
