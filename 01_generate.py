@@ -21,6 +21,11 @@ and
   - usage larger by more than max(4, 2 %): the text lacks tokens the model emitted (hidden reasoning): dropped,
     "ids_missing";
   - any other difference: kept, flagged "ids_mismatch". `--on-mismatch keep|drop` does one thing with every difference.
+Marks that stand in the text (`reasoning</think>answer`, a tool section, the stop token) become the answer's structure
+where only one reading is possible; any other such answer is dropped. When thinking is on and none of the first 200
+answers holds reasoning, the run stops.
+
+Every row is accounted for: rows read = kept + dropped + set aside, by source, at the end and in report.json.
 
 Exactly once. A row is written and fsynced before its worker asks for the next answer, so a kill -9 loses at most
 `--concurrency` answers that were in flight or not yet on disk; whatever is on disk is never asked for again.
@@ -28,9 +33,9 @@ Exactly once. A row is written and fsynced before its worker asks for the next a
 import argparse
 import array
 import asyncio
+import contextlib
 import importlib.metadata
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -38,13 +43,17 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
-from eagle3.api import Service, discover  # noqa: E402
-from eagle3.asking import Session  # noqa: E402
-from eagle3.prompts import Source, open_sources  # noqa: E402
-from eagle3.responses import part_files  # noqa: E402
+from eagle3.account import Account, over_half  # noqa: E402
+from eagle3.api import discover  # noqa: E402
+from eagle3.asking import Session, room_needed  # noqa: E402
+from eagle3.masking import clean, masked  # noqa: E402
+from eagle3.network import ensure_open_files, read_key  # noqa: E402
+from eagle3.responses import drop_row, part_files  # noqa: E402
+from eagle3.prompt_sources import Source, open_sources  # noqa: E402
 from eagle3.stage import (UserError, log, open_stage, parse_args, read_manifest, run, write_atomic,  # noqa: E402
                           write_manifest)
-from eagle3.store import OFFSET_BITS, Store, cannot_write, mended_rows, sort_rows  # noqa: E402
+from eagle3.store import (DISK_ERRORS, OFFSET_BITS, Store, cannot_write, check_room, holds_nothing,  # noqa: E402
+                          how_reasoned, mended_rows, sort_rows, write_dropped)
 from eagle3.tokens import STOP, THINK, TOOL, Tokens, load_tokenizer, tokenizer_hash  # noqa: E402
 
 STAGE = "01_generate"
@@ -52,6 +61,8 @@ MAY_CHANGE = {  # flags that may differ when a run is resumed
     "base_url", "concurrency", "api_key_env", "log_interval", "config", "output_dir", "prompts", "dataset", "tokenizer",
     "limit", "max_cost_usd", "max_tokens_total", "usd_per_mtok", "timeout_s", "outage_s", "max_attempts", "backoff_s",
     "max_failed_share", "trust_remote_code", "check_template"}
+FINITE = ("temperature", "top_p", "max_cost_usd", "timeout_s", "outage_s", "backoff_s", "max_failed_share",
+          "log_interval")
 
 
 def json_object(text: str) -> dict:
@@ -74,7 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="prompt rows; may be repeated; keys as for --dataset")
     add("--dataset", action="append", default=[], metavar="NAME[,key=value]",
         help="folder, file or hub name for `datasets`; may be repeated. Keys: split (train), config, revision, weight "
-             "(default: its rows), and the columns id, messages, prompt, system, tools")
+             "(default: its rows), and the columns id (none: by number), messages, prompt, input (behind it), system, "
+             "tools")
     add("--shuffle", action=argparse.BooleanOptionalAction, default=False, help="shuffle each source by --seed")
     add("--dedup", action=argparse.BooleanOptionalAction, default=True,
         help="drop prompts equal to an earlier one but for case, width, space")
@@ -139,32 +151,50 @@ def add_bounds(add) -> None:
 def main(argv: list[str]) -> int:
     args = parse_args(build_parser(), "generate", argv)
     check_values(args)
-    key = os.environ.get(args.api_key_env, "").strip() if args.api_key_env else None  # a file's \r is no part of a key
-    if args.api_key_env and not key:
-        raise UserError(f"--api-key-env {args.api_key_env}: this variable is empty. Export the key in it.")
+    key = read_key(args.api_key_env)
 
     # 1. what to ask, and whether this folder was begun with the same wish
     sources = open_sources(args.prompts, args.dataset)
     if not sources:
         raise UserError("nothing to ask: name --prompts or --dataset.")
-    inputs = {"tokenizer": tokenizer_hash(args.tokenizer)} | {
-        f"{number}:{source.name}": source.digest for number, source in enumerate(sources)}
+    begun = noted_inputs(args.output_dir)
+    inputs = {"tokenizer": tokenizer_hash(args.tokenizer)}
+    for number, source in enumerate(sources):
+        name = f"{number}:{source.name}"
+        inputs[name] = source.digest if begun.get(name) in (None,
+                                                            source.digest) else source.older_digest or source.digest
     config = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE} | {
         "columns": [source.options for source in sources], "inputs": inputs}
-    log("config " + json.dumps({**vars(args), "inputs": inputs}, default=str))
-    code = 0
+    log("config "
+        + json.dumps({**vars(args), "base_url": masked(args.base_url), "inputs": inputs}, default=str))
     with open_stage(args.output_dir, config, set()):
-        if not complete_already(args):
-            store = Store(args.output_dir, args.usd_per_mtok)
-            try:
-                code = answer_all(args, key, store, sources, config)
-            except UserError:
-                if not part_files(args.output_dir) and not (args.output_dir / "dropped.jsonl").exists():
-                    (args.output_dir / "stage.json").unlink()  # nothing was answered: another config may begin here
-                raise
+        code = 0 if complete_already(args) else work_in(args, key, sources, config)
     if not code:
         log(f"done: {args.output_dir}")
     return code
+
+
+def work_in(args, key: str | None, sources: list[Source], config: dict) -> int:
+    """Everything in the locked folder; the exit code. Raises UserError."""
+    try:
+        check_room(args.output_dir, room_needed(args))
+        ensure_open_files(args.concurrency, len(args.base_url) or 1)
+        return answer_all(args, key, Store(args.output_dir, args.usd_per_mtok), sources, config)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        return fail(cannot_write(args.output_dir, error), 1)
+    finally:
+        if not (args.output_dir / "manifest.json").exists() and holds_nothing(args.output_dir):
+            (args.output_dir / "stage.json").unlink(missing_ok=True)  # so another config may begin here
+
+
+def noted_inputs(folder: Path) -> dict:
+    """The digests with which this folder was begun; {} where there are none."""
+    try:
+        return dict(json.loads((folder / "stage.json").read_text())["inputs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def check_values(args) -> None:
@@ -174,6 +204,13 @@ def check_values(args) -> None:
     for name in ("max_cost_usd", "timeout_s", "outage_s", "backoff_s", "log_interval"):
         if (value := getattr(args, name)) is not None and not value > 0:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0.")
+    for name in FINITE:
+        if (value := getattr(args, name)) is not None and not 0 <= value < float("inf"):
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be a number that is not negative.")
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"--top-p {args.top_p}: must lie above 0 and be at most 1.")
+    if args.usd_per_mtok and not all(0 <= price < float("inf") for price in args.usd_per_mtok):
+        raise UserError(f"--usd-per-mtok {args.usd_per_mtok}: prices must not be negative.")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: must not be negative.")
     if not args.tokenizer.is_dir():
@@ -185,7 +222,7 @@ def complete_already(args) -> bool:
     if not (args.output_dir / "manifest.json").exists():
         return False
     manifest = read_manifest(args.output_dir, STAGE)
-    complete = manifest["stopped"] is None and manifest["limit"] == args.limit
+    complete = manifest.get("stopped", "") is None and manifest.get("limit", "") == args.limit
     if complete:
         log(f"complete already: {manifest['counts']}")
     return complete
@@ -211,61 +248,113 @@ def answer_all(args, key: str | None, store: Store, sources: list[Source], confi
     session = Session(args, key, service, tokens, store, sources)
     asyncio.run(session.work())
     halt = session.halt or session.too_many_failed()
+    if not isinstance(halt, UserError) and not (halt and halt.code):
+        try:
+            finish_folder(args, session, {"config": config, "inputs": config["inputs"], "versions": versions,
+                                          "limit": args.limit, "stopped": str(halt).split()[0] if halt else None})
+            return 0
+        except (UserError, OSError):
+            say_where_it_stands(args.output_dir, session)
+            raise
+    say_where_it_stands(args.output_dir, session)
     if isinstance(halt, UserError):
         raise halt
-    if halt and halt.code:
-        return fail(str(halt), halt.code)
+    return fail(str(halt), halt.code)
 
-    # 4. the finished folder
-    if halt:
-        log(f"stopped: {halt}. The folder is finished with what is there; a larger budget goes on from it.")
+
+def say_where_it_stands(folder: Path, session: Session) -> None:
+    """What became of the rows, and why the dropped ones were dropped, of a run that does not finish its folder."""
+    for line in session.account.lines():
+        log(line)
+    if not (folder / "manifest.json").exists():
+        with contextlib.suppress(OSError):
+            write_dropped(folder, session.store.dropped, session.unpaid)
+
+
+def finish_folder(args, session: Session, about: dict) -> None:
+    """The finished folder and what the user is told of it. about: what the manifest says of this run."""
+    if session.halt:
+        log(f"stopped: {session.halt}. The folder is finished with what is there; a larger budget goes on from it.")
     spent = session.budget.spent()
     cost = {"usd": round(spent.usd, 6), "tokens": int(spent.tokens),
             "tokens of failed requests, at most": int(session.budget.lost.tokens)}
-    about = {"config": config, "inputs": config["inputs"], "versions": versions, "limit": args.limit,
-             "stopped": str(halt).split()[0] if halt else None}
-    try:
-        finish(args.output_dir, store.dropped | session.unpaid, about, cost)
-    except OSError as error:
-        return fail(cannot_write(args.output_dir, error), 1)
-    return 0
+    thinks = args.thinking == "on" and session.tokens.think is not None
+    finish(args.output_dir, session.store.dropped | session.unpaid, about, cost, session.account,
+           session.store.unmarked() if thinks else None)
 
 
 def fail(why: str, code: int) -> int:
-    print(f"{STAGE}: {why}", file=sys.stderr, flush=True)
+    print(f"{STAGE}: {clean(why)}", file=sys.stderr, flush=True)
     return code
 
 
-def finish(folder: Path, dropped: dict[str, dict], about: dict, cost: dict) -> None:
-    """Sort the rows by id, so that the order of completion leaves no trace; then dropped.jsonl, report, manifest."""
+def finish(folder: Path, dropped: dict[str, dict], about: dict, cost: dict, account: Account | None = None,
+           unmarked: set[str] | None = None) -> None:
+    """Sort the rows by id, so that the order of completion leaves no trace; then dropped.jsonl, report, manifest.
+
+    unmarked: providers whose rows hold reasoning only where its marks stood in the text, so that a row without any has
+    lost its marks; None: the target does not think.
+    """
     ids, locations, prompt_lens, response_lens = [], array.array("q"), array.array("i"), array.array("i")
-    seen = {name: Counter() for name in ("finish_reasons", "flags", "sources", "ids_source")}
+    seen, bare, lost = {name: Counter() for name in ("finish_reasons", "flags", "sources", "ids_source")}, 0, set()
     for number, path in enumerate(part_files(folder)):
         for offset, row in mended_rows(path):
+            if why := lost_marks(row, unmarked, lost):
+                dropped[row["id"]] = drop_row(row["id"], *why, row["usage"])
+                if account:
+                    account.unkeep(row["source"], row["id"])
+                continue
             ids.append(row["id"])
             locations.append(number << OFFSET_BITS | offset)
             prompt_lens.append(len(row["prompt_ids"]))
             response_lens.append(len(row["response_ids"]))
+            bare += unmarked is not None and not row["reasoning"]
             seen["finish_reasons"][row["finish_reason"]] += 1
             seen["flags"].update(row["flags"])
             seen["sources"][row["source"]] += 1
             seen["ids_source"][row["ids_source"]] += 1
     reasons = Counter(row["reason"] for row in dropped.values())
     if not ids:
-        raise UserError(f"{folder}: not one answer was kept; dropped: {dict(reasons)}.")
+        raise UserError(f"{folder}: not one answer was kept; dropped: {dict(reasons)}{in_words(dropped)}.")
     assert len(set(ids)) == len(ids), "an id was written twice"
+    write_dropped(folder, dropped)  # before the rows that are left out are gone
     files = sort_rows(folder, [locations[i] for i in sorted(range(len(ids)), key=ids.__getitem__)])
-    write_atomic(folder / "dropped.jsonl",
-                 "".join(json.dumps(dropped[row_id], ensure_ascii=False) + "\n" for row_id in sorted(dropped)))
     lengths = {name: {f"p{q}": int(np.percentile(values, q)) for q in (1, 10, 50, 90, 99, 100)}
                | {"mean": round(float(np.mean(values)), 1)}
                for name, values in (("prompt", prompt_lens), ("response", response_lens)) if values}
     counts = {"kept": len(ids), "dropped": dict(sorted(reasons.items()))}
     report = {name: dict(sorted(counter.items())) for name, counter in seen.items()} | {
         "tokens": {"prompt": sum(prompt_lens), "response": sum(response_lens)}, "lengths": lengths}
-    write_atomic(folder / "report.json", json.dumps({"counts": counts, **report, "cost": cost}, indent=1) + "\n")
+    balance = {"by_source": account.report(), "without_reasoning": bare} if account else {}
+    write_atomic(folder / "report.json",
+                 json.dumps({"counts": counts, **report, "cost": cost, **balance}, indent=1) + "\n")
     write_manifest(folder, STAGE, **about, counts=counts, **report, files=files)
     say_what_was_kept(counts, report, cost)
+    for line in [*(account.lines() if account else ()), *over_half(counts["dropped"], report["flags"], len(ids), bare)]:
+        log(line)
+
+
+def lost_marks(row: dict, unmarked: set[str] | None, lost: set[str]) -> tuple[str, str] | None:
+    """(reason, detail) where a row is to be left out: its server leaves marks of reasoning in the text; else None.
+
+    Here none stood, so nobody can tell reasoning from answer; or the row followed on such a one. lost: prompts of
+    such rows so far.
+    """
+    if not unmarked:
+        return None
+    prompt = row["id"].rpartition("-t")[0]
+    if prompt in lost:
+        return "after_dropped_turn", ""
+    if row["provider"] in unmarked and how_reasoned(row) == "bare":
+        lost.add(prompt)
+        return "think_marks", "other answers of this server hold marks of reasoning in their text, this one none"
+    return None
+
+
+def in_words(dropped: dict[str, dict]) -> str:
+    """What was said about the first few drops: the user must not have to look for it."""
+    words = dict.fromkeys(f"{row['reason']}: {row['detail']}" for row in dropped.values() if row["detail"])
+    return "".join(f"; {word}" for word in list(words)[:3])
 
 
 def say_what_was_kept(counts: dict, report: dict, cost: dict) -> None:

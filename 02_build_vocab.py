@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3.stage import (SCHEMA, UserError, bar, log, open_stage, parse_args, read_manifest, run,  # noqa: E402
                           sha256_file, write_atomic, write_manifest)
+from eagle3.store import DISK_ERRORS, cannot_write, check_room  # noqa: E402
 from eagle3.target import text_config  # noqa: E402
 from eagle3.tokens import STOP, THINK, TOOL, load_tokenizer, token_id, tokenizer_hash  # noqa: E402
 from eagle3.vocabulary import FILES, choose, covered, read_reused, write_mapping  # noqa: E402
@@ -68,14 +70,16 @@ def main(argv: list[str]) -> None:
     if not args.tokenizer.is_dir():
         raise UserError(f"{args.tokenizer}: no such folder. Name the target's folder with --tokenizer.")
     responses = read_manifest(args.data_dir, "01_generate")
+    if missing := [key for key in ("inputs", "files", "counts") if not isinstance(responses.get(key), dict)]:
+        raise UserError(f"{args.data_dir}/manifest.json: no {', '.join(missing)} in it. Run 01_generate.py again.")
     inputs = {"responses": sha256_file(args.data_dir / "manifest.json"), "tokenizer": tokenizer_hash(args.tokenizer)}
-    if responses["inputs"]["tokenizer"] != inputs["tokenizer"]:
+    if responses["inputs"].get("tokenizer") != inputs["tokenizer"]:
         raise UserError(f"{args.data_dir}: its ids come from another tokenizer than {args.tokenizer}. "
                         "Name the one 01_generate.py used.")
     vocab_size = vocab_size_of(args.tokenizer) if args.target_vocab_size is None else args.target_vocab_size
-    if not 0 < args.draft_vocab_size <= vocab_size or not 0 <= args.held_out < 1 or args.workers < 1:
-        raise UserError(f"--draft-vocab-size {args.draft_vocab_size} must lie in 1..{vocab_size} (the target's), "
-                        f"--held-out {args.held_out} in [0, 1), --workers {args.workers} above 0.")
+    if not 0 < args.draft_vocab_size <= vocab_size < 1 << 24 or not 0 <= args.held_out < 1 or args.workers < 1:
+        raise UserError(f"--draft-vocab-size {args.draft_vocab_size} must lie in 1..{vocab_size} (the target's, below "
+                        f"2^24), --held-out {args.held_out} in [0, 1), --workers {args.workers} above 0.")
     log("config " + json.dumps({**vars(args), "target_vocab_size": vocab_size, "inputs": inputs}, default=str))
     log(f"versions python {sys.version.split()[0]}, numpy {np.__version__} | "
         f"input {args.data_dir}: {responses['counts']}")
@@ -90,24 +94,34 @@ def main(argv: list[str]) -> None:
             log(f"complete already: {read_manifest(args.output_dir, STAGE)['counts']}")
         else:
             try:
+                check_room(args.output_dir, vocab_size + 8 * args.draft_vocab_size + 1_000_000)
                 build(args, responses, reused, config)
-            except UserError:  # nothing here is worth keeping: the mended command may begin in this folder
-                (args.output_dir / "stage.json").unlink()
-                raise
+            except OSError as error:
+                if error.errno not in DISK_ERRORS:
+                    raise
+                raise UserError(cannot_write(args.output_dir, error)) from None
+            except BrokenProcessPool:
+                raise UserError("a counting process was ended from outside, by lack of memory, say. "
+                                "Use fewer --workers.") from None
+            finally:
+                if not (args.output_dir / "manifest.json").exists():  # nothing is worth keeping: the mended command
+                    (args.output_dir / "stage.json").unlink(missing_ok=True)  # may begin in this folder
     log(f"done: {args.output_dir}")
 
 
 def build(args, responses: dict, reused: np.ndarray | None, config: dict) -> None:
     """Count, choose, write. responses: 01's manifest; reused: target ids of an older map; config: for our manifest."""
-    # 1. count the tokens, file by file: (2, Vt), of kept and of held-out rows
+    # 1. what must be in it: {name: id}
     vocab_size = config["target_vocab_size"]
+    special = special_ids(args.tokenizer, args.trust_remote_code, args.special_tokens)
+
+    # 2. count the tokens, file by file: (2, Vt), of kept and of held-out rows
     counts, n_rows = count_files(args, responses, vocab_size)
     every = counts.sum(0)  # (Vt,)
     if not every.any():
         raise UserError(f"{args.data_dir}: holds no tokens to count. Generate answers first.")
 
-    # 2. choose, and say what the choice covers
-    special = special_ids(args.tokenizer, args.trust_remote_code, args.special_tokens)
+    # 3. choose, and say what the choice covers
     if max(special.values(), default=0) >= vocab_size or len(special) > args.draft_vocab_size:
         raise UserError(f"{len(special)} special tokens up to id {max(special.values())} do not fit a draft vocabulary "
                         f"of {args.draft_vocab_size} over {vocab_size} target tokens.")
@@ -125,7 +139,7 @@ def build(args, responses: dict, reused: np.ndarray | None, config: dict) -> Non
     log(f"{'reused map' if args.reuse else 'map'} covers {100 * coverage:.3f} % of {int(every.sum()):,} tokens; "
         f"{seen:,} of {vocab_size:,} ids seen, {int(np.count_nonzero(every[target_ids] == 0)):,} of the map's unseen")
 
-    # 3. write
+    # 4. write
     write_mapping(args.output_dir, target_ids, vocab_size)
     without_held_out = reused if args.reuse else choose(counts[0], forced, args.draft_vocab_size)
     result = {"schema": SCHEMA, "draft_vocab_size": args.draft_vocab_size, "target_vocab_size": vocab_size,
@@ -133,7 +147,10 @@ def build(args, responses: dict, reused: np.ndarray | None, config: dict) -> Non
               "distinct_tokens": seen, "special_tokens": special, "coverage": coverage,
               "held_out_coverage": covered(counts[1], without_held_out), "reused": bool(args.reuse), "table": table}
     write_atomic(args.output_dir / "vocab_mapping.json", json.dumps(result, indent=1) + "\n")
-    plot(args.output_dir / "coverage.png", table, args.draft_vocab_size, coverage)
+    try:
+        plot(args.output_dir / "coverage.png", table, args.draft_vocab_size, coverage)
+    except Exception as error:  # a picture is no reason to lose the map: no matplotlib, no room for its cache, ...
+        log(f"no coverage.png: {type(error).__name__}: {error}")
     write_manifest(args.output_dir, STAGE, config=json.loads(json.dumps(config, default=str)), inputs=config["inputs"],
                    counts={"kept": n_rows, "dropped": {}},
                    files={name: sha256_file(args.output_dir / name) for name in (*FILES, "vocab_mapping.json")},
@@ -180,8 +197,9 @@ def count_file(path: Path, sha256: str, vocab_size: int, keys: tuple[bytes, ...]
     threshold = int(held_out * 2**64)
     try:
         file = open(path, "rb")
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing, though the manifest names it. Copy the folder again.") from None
+    except OSError as error:
+        what = "missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise UserError(f"{path}: {what}, though the manifest names it. Copy the folder again.") from None
     with file:
         for line in file:
             digest.update(line)

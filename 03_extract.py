@@ -14,7 +14,8 @@ extracted and is not asked for again.
 Reads   responses/ (part-*.jsonl, manifest.json); with --verify, lm_head and the final norm of --verifier-path
 Writes  <output-dir>/<2 hex>/<id>.safetensors, plan.jsonl (all samples in the order of one pass), landed.jsonl,
         quarantine.jsonl, index.jsonl, verify.json, manifest.json (last)
-Size    8 * hidden_size * bytes per element + 5 bytes a token: 57,349 for Kimi-K2.5, 5.0 TB for 87.8M tokens.
+Size    (capture layers + 1) * hidden_size * bytes per element + 5 bytes a token: 57,349 for Kimi-K2.5 and 3 layers,
+        5.0 TB for 87.8M tokens.
         Time: the prefill's.
 Stop it any way, at any time; the same command goes on. Exit 2 with one line for what you can mend (server away, ...).
 """
@@ -34,7 +35,7 @@ from eagle3.responses import finished_parts  # noqa: E402
 from eagle3.samples import Sample, read_ids, read_samples  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, read_manifest, run,  # noqa: E402
                           sha256_file, write_manifest)
-from eagle3.states import token_bytes  # noqa: E402
+from eagle3.states import facts_token_bytes, token_bytes  # noqa: E402
 from eagle3.target import Target, text_config  # noqa: E402
 from eagle3.verify import read_report, redo_failed, verify, verify_complete  # noqa: E402
 
@@ -49,12 +50,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, help="hidden_states/ (needed)")
     add("--base-url", action="append", help="a patched SGLang server; repeat for several (needed)")
     add("--capture-dir", type=Path, help="the servers' EAGLE3_CAPTURE_DIR (default: <output-dir>/.incoming)")
+    add("--api-key-env", metavar="VAR", help="environment variable that holds the servers' key (their --api-key)")
     add("--concurrency", type=int, default=32, help="requests in flight, over all servers")
     add("--max-length", type=int, default=0, metavar="T",
         help="cut longer samples to their first T tokens, and say so (0: never cut)")
-    add("--limit", type=int, default=0, help="only the first N samples (0: all)")
+    add("--limit", type=int, default=0,
+        help="only the first N samples (0: all). May change between calls, except with --max-disk-gb; a 04_train.py "
+             "--follow that has begun keeps the plan that it read")
     add("--server-wait", type=float, default=1800, metavar="S",
-        help="how long all servers may be away or busy (a restart, a full queue)")
+        help="how long all servers may be away, hang or be busy (a restart, a full queue)")
     add("--request-timeout", type=float, default=900, metavar="S")
     add("--max-failed", type=float, default=0.01, metavar="SHARE",
         help="stop when more than this share of the samples, and more than one, is quarantined")
@@ -67,8 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--log-interval", type=float, default=10, metavar="S")
     add("--verify", action=argparse.BooleanOptionalAction, default=False,
         help="afterwards, or on a complete folder: re-read and check everything")
+    add("--verify-again", type=int, default=0, metavar="N",
+        help="--verify, and N samples extracted anew, each alone, and compared with those in place (needs servers)")
     add("--verifier-path", type=Path, metavar="DIR",
-        help="the target's folder: --verify then also recomputes greedy tokens")
+        help="the target's folder: --verify then also recomputes greedy tokens; its vocabulary is that of all token ids")
     add("--verify-positions", type=int, default=64, metavar="K",
         help="response positions a sample to recompute (0: all)")
     add("--min-agreement", type=float, default=0.2, metavar="SHARE",
@@ -82,8 +88,10 @@ def check_args(args) -> None:
     for flag in ("data_dir", "output_dir", "base_url"):
         if not getattr(args, flag):
             raise UserError(f"--{flag.replace('_', '-')} is needed. See --help.")
-    if args.concurrency < 1 or min(args.max_length, args.limit, args.verify_positions) < 0:
-        raise UserError("--concurrency must be at least 1, --max-length, --limit and --verify-positions at least 0.")
+    if args.concurrency < 1 or min(args.max_length, args.limit, args.verify_positions, args.verify_again) < 0:
+        raise UserError("--concurrency must be at least 1, --max-length, --limit, --verify-positions and "
+                        "--verify-again at least 0.")
+    args.verify = args.verify or args.verify_again > 0
     if not (args.request_timeout > 0 and args.log_interval > 0 and args.server_wait >= 0 and args.max_failed >= 0):
         raise UserError("--request-timeout and --log-interval must be above 0, "
                         "--server-wait and --max-failed at least 0.")
@@ -96,7 +104,7 @@ def check_args(args) -> None:
 def bytes_a_token(facts: dict | None, target: Path | None) -> int | None:
     """What the files so far take, else what the target's config lets expect; None when neither is there."""
     if facts is not None:
-        return token_bytes(facts["hidden_size"], facts["dtype"])
+        return facts_token_bytes(facts)
     try:
         return token_bytes(text_config(target)["hidden_size"], "bfloat16") if target else None
     except (UserError, KeyError):
@@ -113,27 +121,32 @@ def forecast(job: Extraction, tokens: int) -> None:
         need = max(0, min(need, job.room.limit - sum(job.room.sizes.values())))
     log(f"forecast {need / 1e9:,.2f} GB ({size:,} bytes a token) | disk free {free / 1e9:,.2f} GB")
     if need > free and job.args.disk_check:
+        fewer = ("take fewer samples (--limit), " if job.journal.rows else
+                 "take fewer or shorter samples (--limit, --max-length), ")
         raise UserError(f"{job.folder}: {need / 1e9:,.1f} GB are to come, {free / 1e9:,.1f} GB are free. Make room, "
-                        "take fewer samples (--limit, --max-length), or begin anyway with --no-disk-check.")
+                        f"{'' if job.room else fewer}or begin anyway with --no-disk-check.")
 
 
-def check_servers(job: Extraction) -> None:
-    """All of them are there, and still nothing of an earlier process. Raises UserError."""
+def check_servers(job: Extraction) -> int | None:
+    """All of them are there and take the key, and still nothing of an earlier process. Returns the target's vocabulary
+    size where --verifier-path or a server tells it. Raises UserError."""
+    sizes = [text_config(job.args.verifier_path).get("vocab_size")] if job.args.verifier_path else []
     for server in job.servers:
         try:
-            status, _ = server.ask("GET", "/health", None, 60)
+            if not server.healthy():
+                raise UserError(f"{server.url}: not healthy (its /health_generate does not answer well). "
+                                "Wait until the server is ready, or start it anew; then run this again.")
+            sizes.append(server.vocab_size())
         except OSError as error:
             raise UserError(f"{server.url}: no server answers there ({type(error).__name__}). "
                             "Start it, or mend --base-url.") from None
-        if status != 200:
-            raise UserError(f"{server.url}: not healthy (HTTP {status}). "
-                            "Wait until the server is ready, then run this again.")
     if job.room:
         try:
             settle(job.servers, job.incoming, job.folder, read_ids(job.parts, job.to_do[0])[0])
         except OSError as error:
             raise UserError(f"{', '.join(server.url for server in job.servers)}: no answer ({type(error).__name__}). "
                             "Start the server again, then run the same command.") from None
+    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 # ---- while it runs ----
@@ -185,7 +198,6 @@ class Progress:
 
 def watch(job: Extraction, progress: Progress) -> None:
     """Until every sample is in place or in quarantine. Raises UserError."""
-    last_probe = time.monotonic()
     with job.working() as threads, bar(job.total, "sample", progress.in_place) as shown:
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.05)
@@ -193,10 +205,6 @@ def watch(job: Extraction, progress: Progress) -> None:
                 job.journal.sync()
                 raise job.stop
             now = time.monotonic()
-            if now - last_probe > 1:
-                for server in job.servers:
-                    server.probe()
-                last_probe = now
             away = [server for server in job.servers if server.away_since is not None]
             if len(away) == len(job.servers) \
                     and now - max(server.away_since for server in away) > job.args.server_wait:
@@ -219,7 +227,12 @@ def extract_missing(job: Extraction) -> None:
     job.check_failed()
     if not job.to_do:
         return
-    check_servers(job)
+    vocab_size = check_servers(job)
+    if vocab_size is None:
+        log("token ids are not checked: no server says where its model lies. Name the target with --verifier-path")
+    else:
+        job.leave_out_unknown_ids(vocab_size)
+        progress = Progress(job)
     forecast(job, progress.tokens_to_do)
     progress.began = progress.last_log = time.monotonic()
     watch(job, progress)
@@ -250,14 +263,43 @@ def complete_manifest(args, job: Extraction, samples: list[Sample], dropped, inp
         f"tokens {counts['tokens']:,}")
 
 
+def open_folder(args, folder: Path, inputs: dict):
+    """The lock of the output folder, to be kept. Raises UserError: begun with another config, or at work.
+
+    Until a sample has landed any config goes: what 03 advises before must be possible in the folder that hears it.
+    """
+    landed, bounded = folder / "landed.jsonl", {"bounded": True} if args.max_disk_gb else {}
+    config = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs} | bounded
+
+    def renew(old: dict) -> dict | None:
+        if not landed.exists() or not landed.stat().st_size:
+            return None
+        return old if bounded else old | {"limit": args.limit}  # bounded: 04 has planned its releases by all samples
+
+    lock = open_stage(folder, config, set(), renew)
+    if not bounded:
+        (folder / "bound.json").unlink(missing_ok=True)  # of a begin without samples
+    return lock
+
+
+def is_complete(args, folder: Path) -> bool:
+    """Whether manifest.json stands there, and for this --limit; one for another goes."""
+    path = folder / "manifest.json"
+    if not path.exists():
+        return False
+    before = read_manifest(folder, STAGE).get("config", {}).get("limit", 0)
+    if before != args.limit:
+        log(f"complete with --limit {before}, now {args.limit}: going on")
+        path.unlink()
+    return before == args.limit
+
+
 def extract(args) -> None:
     parts = finished_parts(args.data_dir)
     inputs = {"responses": sha256_file(args.data_dir / "manifest.json")}
     folder = args.output_dir.absolute()
     incoming = (args.capture_dir or folder / ".incoming").absolute()
-    config = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs}
-    bounded = {"bounded": True} if args.max_disk_gb else {}
-    lock = open_stage(folder, config | bounded, set())  # noqa: F841  held until this returns
+    lock = open_folder(args, folder, inputs)  # noqa: F841  held until this returns
     log(f"config {json.dumps(vars(args), default=str)}")
     kept = read_manifest(args.data_dir, "01_generate").get("counts", {}).get("kept")
     log(f"inputs {json.dumps(inputs)} | responses {kept}")
@@ -270,7 +312,7 @@ def extract(args) -> None:
     journal = Journal(folder)
     if args.redo_failed:
         redo_failed(journal)
-    complete = (folder / "manifest.json").exists()
+    complete = is_complete(args, folder)
     if complete and not args.verify:
         log("complete already")
         return
@@ -282,7 +324,7 @@ def extract(args) -> None:
     if not samples:
         raise UserError(f"{args.data_dir}: no sample to extract (dropped: {dict(dropped)}).")
     if complete:  # nothing is extracted on the way: what is damaged is reported
-        verify_complete(args, samples, parts, folder)
+        verify_complete(args, samples, parts, folder, incoming)
         return
 
     write_plan(folder, samples)
@@ -297,8 +339,9 @@ def extract(args) -> None:
                         "Mend the cause, then run this with --redo-failed.")
     index_sha256 = journal.write_index([sample.id for sample in samples])
     if args.verify:
-        verify(args, samples, journal.rows, journal.facts, parts, folder)
+        verify(args, samples, journal, parts, incoming)
     dropped.update(job.quarantine.reasons.values())
+    job.deaths.forget()
     complete_manifest(args, job, samples, dropped, inputs, index_sha256)
 
 
@@ -313,7 +356,8 @@ def main(argv: list[str]) -> None:
         if isinstance(error, PermissionError):
             raise UserError(f"{error.filename}: {error.strerror}. "
                             "Give this user the right to it, or run 03 as the server's user.") from None
-        raise
+        raise UserError(f"{error.filename or args.output_dir}: {error.strerror or error}. "
+                        "Mend that and run the same command again.") from None
     log(f"done: {args.output_dir.absolute()}")
 
 

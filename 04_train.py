@@ -1,29 +1,43 @@
 """Train an EAGLE-3 drafter on the target's own hidden states, and export it as SGLang loads it.
- Reads   hidden_states/ (03_extract), vocab_mapping/ (02_build_vocab); of the target only `embed_tokens`, `lm_head`
-and the final
-        norm's weight.
+
+Reads   hidden_states/ (03_extract; several, with weights), vocab_mapping/ (02_build_vocab); of the target only
+        `embed_tokens`, `lm_head` and the final norm's weight.
 Writes  output/best/ and output/checkpoint-<step>/ (config.json, model.safetensors, eagle3.json; checkpoints also
         training_state/), metrics.jsonl, val_ids.json, training.png, manifest.json (last).
 
     python3 -u 04_train.py --verifier-path /shared/kimi-k2.5-int4 --data-dir /data/eagle3/run/hidden_states \\
       --vocab-mapping-dir /data/eagle3/run/vocab_mapping --output-dir /data/eagle3/run/output --epochs 5 --lr 3e-5
     torchrun --nproc_per_node 4 04_train.py ...        # several GPUs: the same flags
- The same command goes on after a crash from the last checkpoint, to the same bytes. Disk: 14 GB a checkpoint at
-Kimi's size (17 with 64 KV heads).
+    python3 -u 04_train.py ... --follow --epochs 1     # beside 03_extract: one pass over samples as they land
 
-    python3 -u 04_train.py ... --follow --epochs 1     # beside 03_extract: one pass in 03's order, over samples as
-    they land
-Where 03 runs with --max-disk-gb, samples are released (removed) once a checkpoint has them behind it; nowhere else is
-anything removed. Steps and batches are planned from 03's plan.jsonl, so they are those of `--order plan --epochs 1`
-on a complete folder.
+    # finished drafters beside each other on held-out states, without training or a server (evaluation.py)
+    python3 -u 04_train.py --evaluate /data/eagle3/run/output/best /data/eagle3/other/output/best \\
+      --verifier-path /shared/kimi-k2.5-int4 --data-dir /data/eagle3/held_out/hidden_states
 
-What a step computes: scripts/eagle3/ttt.py. Which samples make up a step: batches.py. What is released when: follow.py.
- Glossary: loss_k mean loss of TTT step k | full_acc_k steps 0..k all right | cond_acc_k step k right, given that
-0..k-1 were | accept_length tokens emitted per target step, bonus included: in validation lines by a walk as greedy
-serving makes it; in step lines 1 + the sum of full_acc, which is larger, since it counts every row and not only those
-where a verify step would begin. A draft is right when it is the token that the target emitted: on greedy responses
-that is what greedy serving checks, on sampled ones it has the probability with which serving at that temperature
-accepts it. """
+After a crash, a kill or SIGTERM the same command goes on from the last checkpoint, to the same bytes. Disk: 14 GB a
+checkpoint at Kimi's size (17 with 64 KV heads). best/ is a copy of the checkpoint with the longest predicted
+accept_length.
+
+With --follow, steps and batches are planned from 03's plan.jsonl, so they are those of `--order plan --epochs 1` on a
+complete folder. Where 03 runs with --max-disk-gb, samples are released (removed) once a checkpoint has them behind
+it; nowhere else is anything removed.
+
+What a step computes: scripts/eagle3/ttt.py. Which samples make up a step: batches.py; of which folders: sources.py.
+What is released when: follow.py. What is kept on the disk: keeper.py.
+
+Glossary (null, in the log -, where nothing was counted):
+
+    loss_k         mean loss of TTT step k
+    full_acc_k     steps 0..k all right
+    cond_acc_k     step k right, given that 0..k-1 were
+    accept_length  tokens emitted per target step, bonus included: in validation lines by a walk as greedy serving
+                   makes it; in step lines 1 + the sum of full_acc, which is larger, since it counts every row and
+                   not only those where a verify step would begin
+    grad_norm      of the last step, before clipping
+
+A draft is right when it is the token that the target emitted: on greedy responses that is what greedy serving checks,
+on sampled ones it has the probability with which serving at that temperature accepts it.
+"""
 from __future__ import annotations
 
 import argparse
@@ -51,6 +65,7 @@ from eagle3.batches import add_noise  # noqa: E402
 from eagle3.checked import NO_LOSS, forget  # noqa: E402
 from eagle3.checkpoints import begun, repair, writing  # noqa: E402
 from eagle3.drafter import Drafter  # noqa: E402
+from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.keeper import Keeper, stop_if_not_finite  # noqa: E402
@@ -365,6 +380,9 @@ def main(argv: list[str]) -> None:
     train_flags.check_args(args)
     process = join_processes(args.device, args.dtype)
     with together(process):
+        if args.evaluate:
+            evaluate_drafters(args, process)
+            return
         inputs = read_inputs(args, process.say)
         sources = read_sources(args, inputs, process.say)
         config, output = resolved_config(args, inputs, process), args.output_dir

@@ -4,8 +4,8 @@
     python3 patches/sglang_patch.py status --sglang-path /opt/venv/lib/python3.12/site-packages/sglang
     python3 patches/sglang_patch.py restore
 
-Writes  one call into srt/models/deepseek_v2.py (the original is kept beside it) and srt/eagle3_capture.py, a copy of
-        this folder's
+Writes  one call into srt/models/deepseek_v2.py (the original is kept beside it), srt/eagle3_capture.py and
+        srt/eagle3_capture_files.py, copies of this folder's
 Reads   patches/versions.json: SGLang release -> sha256 of the deepseek_v2.py it came with
 Exit    0; 2 with one line where the release or the file is not one of those: nothing is touched then
 Start the server anew after `apply` or `restore`. Without EAGLE3_CAPTURE_DIR set, a patched server behaves as the
@@ -24,7 +24,7 @@ from pathlib import Path
 STAGE = "sglang_patch"
 HERE = Path(__file__).resolve().parent
 VERSIONS = HERE / "versions.json"
-CAPTURE = HERE / "eagle3_capture.py"
+SOURCES = (HERE / "eagle3_capture.py", HERE / "eagle3_capture_files.py")
 # In DeepseekV2ForCausalLM.forward, once in every release from 0.5.10 to 0.5.23; the call goes between these two.
 ANCHOR = """\
         aux_hidden_states = None
@@ -51,8 +51,10 @@ class UserError(Exception):
 
 
 def write_atomic(path: Path, data: bytes | str, like: Path) -> None:
-    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones. Its permissions are those
-    of `like`."""
+    """Write, fsync, rename: after a crash `path` holds the old bytes or all of the new ones.
+
+    Its permissions are those of `like`.
+    """
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(data.encode() if isinstance(data, str) else data)
     shutil.copymode(like, temporary)
@@ -73,8 +75,10 @@ def sha256(text: str) -> str:
 
 
 def insert(original: str, path: Path) -> str:
-    """`original` with the call in it, compiled once to be sure. Raises UserError where the anchor does not stand
-    exactly once."""
+    """`original` with the call in it, compiled once to be sure.
+
+    Raises UserError where the anchor does not stand exactly once.
+    """
     found = original.count(ANCHOR + AFTER)
     if found != 1:
         raise UserError(f"{path}: the place for the call stands there {found} times, expected once. "
@@ -94,7 +98,7 @@ class Installation:
         self.folder = folder
         self.target = folder / "srt/models/deepseek_v2.py"
         self.kept = self.target.with_name("deepseek_v2.py.eagle3_original")
-        self.capture = folder / "srt/eagle3_capture.py"
+        self.copies = [folder / "srt" / source.name for source in SOURCES]
         try:
             self.text = self.target.read_bytes().decode()
         except (OSError, UnicodeDecodeError):
@@ -142,7 +146,8 @@ def apply(there: Installation, versions: dict[str, str], add_version: bool) -> s
         in_order = dict(sorted(versions.items(), key=lambda item: release_order(item[0])))
         write_atomic(VERSIONS, json.dumps(in_order, indent=1) + "\n", VERSIONS)
     there.require_known(versions)
-    write_atomic(there.capture, CAPTURE.read_bytes(), there.target)  # first: the call must never stand there without it
+    for copy, source in zip(there.copies, SOURCES):  # first: the call must never stand there without them
+        write_atomic(copy, source.read_bytes(), there.target)
     write_atomic(there.kept, there.original, there.target)
     if there.text != patched:
         write_atomic(there.target, patched, there.target)
@@ -155,7 +160,7 @@ def restore(there: Installation, versions: dict[str, str]) -> str:
         write_atomic(there.target, there.original, there.target)
     elif there.kept.exists():
         there.require_known(versions)  # a leftover beside a file that is neither: somebody else's business
-    for path in (there.kept, there.capture, *(there.capture.parent / "__pycache__").glob("eagle3_capture.*.pyc")):
+    for path in (there.kept, *there.copies, *(there.folder / "srt/__pycache__").glob("eagle3_capture*.pyc")):
         path.unlink(missing_ok=True)
     return "original"
 
@@ -164,10 +169,12 @@ def status(there: Installation, versions: dict[str, str]) -> str:
     there.require_known(versions)
     if not there.patched:
         return "original"
-    if there.text != insert(there.original, there.target) or not there.capture.exists() \
-            or there.capture.read_bytes() != CAPTURE.read_bytes():
+    copied = all(copy.exists() and copy.read_bytes() == source.read_bytes()
+                 for copy, source in zip(there.copies, SOURCES))
+    if there.text != insert(there.original, there.target) or not copied:
         return "patched by another state of this patch. Run `apply` again"
-    return f"patched (patch {sha256(CAPTURE.read_text())[:12]}, the original is kept as {there.kept.name})"
+    patch = sha256("".join(source.read_text() for source in SOURCES))[:12]  # as in the files of samples: `patch_hash`
+    return f"patched (patch {patch}, the original is kept as {there.kept.name})"
 
 
 def main(argv: list[str]) -> None:

@@ -1,5 +1,4 @@
-"""What does 05_benchmark.py's own client cost? Its tok/s beside that of SGLang's serving benchmark, in turns, on one
-running server.
+"""What does 05_benchmark.py's own client cost? Its tok/s beside those of SGLang's serving benchmark, in turns.
 
     python3 scripts/serve.py --config configs/quickstart-gpu.yaml --role speculative --log server.log    # another shell
     python3 scripts/bench_client.py --base-url http://127.0.0.1:30212 \\
@@ -7,13 +6,14 @@ running server.
     python3 scripts/bench_client.py --paced 14 \\
       --prompts configs/quickstart_prompts.jsonl --tokenizer scripts/tiny_kimi      # needs no server
 
-Both send the same prompts (05 as ids, SGLang's benchmark as their text), the same number in flight, answers of
---max-tokens tokens at temperature 0, and empty the radix cache first. The first round warms both up and is not counted.
-Needs a server with EAGLE3: 05 refuses another; the counts of speculation are part of what it reads.
+Both send the same prompts (05 as ids, SGLang's benchmark as their text) to one running server, the same number in
+flight, answers of --max-tokens tokens at temperature 0, and empty the radix cache first. The first round warms both
+up and is not counted. Needs a server with EAGLE3: 05 refuses another; the counts of speculation are part of what it
+reads.
 
---paced MS: a stand-in that sends every stream an event of two or three tokens each MS milliseconds, written beforehand
-in SGLang's form. A real server swings by more than a client costs; here what is missing to the known rate is the
-client's. It shares the machine with the client.
+--paced MS: a stand-in that sends every stream an event of two or three tokens each MS milliseconds, written
+beforehand in SGLang's form. A real server swings by more than a client costs; here what is missing to the known rate
+is the client's. It shares the machine with the client.
 """
 import argparse
 import asyncio
@@ -111,6 +111,7 @@ def main() -> None:
     where.add_argument("--paced", type=float, metavar="MS", help="milliseconds between the events of a stream")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with `messages` or `prompt`")
     parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the tokenizer's folder run its own code")
     parser.add_argument("--limit", type=int, default=512)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -119,7 +120,7 @@ def main() -> None:
     if args.paced:
         start_paced(args)
     rows = list(read_jsonl(args.prompts))[:args.limit]
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=args.trust_remote_code)
     texts = [tokenizer.apply_chat_template(row.get("messages") or [{"role": "user", "content": row["prompt"]}],
                                            add_generation_prompt=True, tokenize=False) for row in rows]
     rounds = []  # (05's tok/s, SGLang's)
@@ -159,7 +160,8 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
 def ours_and_theirs(args, folder: Path, report: Path, n_prompts: int) -> tuple[float, float]:
     """tok/s of 05 and of SGLang's benchmark, one after the other."""
     run([ROOT / "05_benchmark.py", "--base-url", args.base_url, "--prompts", folder / "ours.jsonl", "--fixed-length",
-         "--max-tokens", args.max_tokens, "--concurrency", args.concurrency, "--output-dir", report], "05_benchmark.py")
+         "--max-tokens", args.max_tokens, "--concurrency", args.concurrency, "--repeats", 1, "--output-dir", report],
+        "05_benchmark.py")
     serving = ["-m", "sglang.bench_serving"] if torch.cuda.is_available() else ["-c", SERVING_ON_CPU]
     run([*serving, "--backend", "sglang", "--base-url", args.base_url, "--model", args.tokenizer, "--tokenizer",
          args.tokenizer, "--dataset-name", "custom", "--dataset-path", folder / "theirs.jsonl", "--sharegpt-output-len",

@@ -106,8 +106,10 @@ def write_inputs(folder: Path, args, size: dict) -> tuple[Path, Path, list[list[
 
 
 def used_memory(folder: Path) -> float:
-    """Bytes of this machine's memory in use that are no page cache; shared and pinned memory included, a folder in
-    memory (tmpfs) not."""
+    """Bytes of this machine's memory in use that are no page cache.
+
+    Shared and pinned memory counts, a folder in memory (tmpfs) does not.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     rows = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     used = rows["MemTotal"] - rows["MemFree"] - rows["Buffers"] - rows["Cached"] - rows["SReclaimable"] + rows["Shmem"]
@@ -119,8 +121,10 @@ def used_memory(folder: Path) -> float:
 
 @functools.cache
 def first_gpu():
-    """Its NVML handle; None without one. The first call (as each start of nvidia-smi) can hold the GPU up for seconds:
-    not while one measures."""
+    """Its NVML handle; None without one.
+
+    The first call (as each start of nvidia-smi) can hold the GPU up for seconds: not while one measures.
+    """
     try:
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetHandleByIndex(0)

@@ -1,11 +1,12 @@
-"""How fast is 01_generate.py itself? Against a stub that answers at once: answers/s on one client core, and memory over
-the rows. Against a real server: its tok/s and those of a bare load generator, in turns.
+"""How fast is 01_generate.py itself?
 
     python scripts/bench_generate.py stub --rows 20000 --concurrency 256
     python scripts/bench_generate.py engine --base-url http://127.0.0.1:30000 --prompts configs/quickstart_prompts.jsonl
 
-The stub is a process of its own on another core where there is one. CPU seconds are the client's own, from its first
-request to its last.
+stub: against a server that answers at once: answers/s on one client core, and memory over the rows. It is a process
+of its own, on another core where there is one. CPU seconds are the client's own, from its first request to its last.
+
+engine: against a real server: its tok/s and those of a bare load generator, in turns.
 """
 import argparse
 import asyncio
@@ -24,8 +25,8 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-from eagle3.prompts import safe_id  # noqa: E402
 from eagle3.responses import part_files, read_jsonl  # noqa: E402
+from eagle3.prompt_sources import safe_id  # noqa: E402
 
 TINY = ROOT / "scripts/tiny_kimi"
 

@@ -1,15 +1,18 @@
 """Speed and memory of 04_train's own training step, at the size of Kimi-K2.5's drafter, on the GPU at hand.
 
-    python3 scripts/bench_train.py                  # check, ceilings, table (a few minutes on an H200; `files` writes
-    4.7 GB) python3 scripts/bench_train.py --profile        # besides: where the time of a step goes, kernel by kernel
-    python3 scripts/bench_train.py --check-only     # only: the fused pass in bfloat16 against the plain one in
-    float32 torchrun --nproc_per_node 2 scripts/bench_train.py --cases t4096     # the same work on one and on two
-    GPUs
- It times Trainer.update (forward, backward, clipping, AdamW) on packed batches of random states that already lie on
-the GPU; `files` reads samples through 04's loader instead, out of the page cache. Random numbers, since zeros run
+    python3 scripts/bench_train.py                  # check, ceilings, table: some minutes on an H200, 4.7 GB of files
+    python3 scripts/bench_train.py --profile        # besides: where the time of a step goes, kernel by kernel
+    python3 scripts/bench_train.py --check-only     # only: the fused pass in bfloat16 against the plain in float32
+    torchrun --nproc_per_node 2 scripts/bench_train.py --cases t4096     # the same work on one and on two GPUs
+
+It times Trainer.update (forward, backward, clipping, optimizer) on packed batches of random states that already lie
+on the GPU; `files` reads samples through 04's loader instead, out of the page cache. Random numbers, since zeros run
 faster than data. All positions carry loss in t4096; in `mix` lengths are log-normal with mean 1,730, cut at 2,048,
-and the first third of each sample is prompt. floor: the arithmetic of Shape.flops at --peak (the rate of a large bf16
-product, measured first). tok/s counts all tokens of the samples, prompts included. """
+and the first third of each sample is prompt.
+
+floor: the arithmetic of Shape.flops at --peak (the rate of a large bf16 product, measured first). tok/s counts all
+tokens of the samples, prompts included.
+"""
 import argparse
 import json
 import math
@@ -80,8 +83,10 @@ def random_batch(shape, lengths, prompts, steps, device, dtype):
 
 
 def mix_lengths(count: int, longest: int) -> list[int]:
-    """Log-normal, mean 1,730 before the cut, sigma 0.6, cut at 2,048: the 56 of the table then have 1,477 on average.
-    Scaled to `longest`."""
+    """Log-normal, mean 1,730 before the cut, sigma 0.6, cut at 2,048, then scaled to `longest`.
+
+    The 56 of the table have 1,477 on average.
+    """
     lengths = np.random.default_rng(0).lognormal(math.log(1730) - 0.6 ** 2 / 2, 0.6, count)
     return [max(8, int(n)) for n in np.minimum(lengths, 2048) * longest / 2048]
 
@@ -103,8 +108,8 @@ def make_drafter(shape, device, dtype):
 
 def make_trainer(shape, device, dtype, optimizer):
     return Trainer(make_drafter(shape, device, dtype), SimpleNamespace(
-        optimizer=optimizer, ema=0, step_weights=[0.8 ** k for k in range(8)], loss="ce", max_grad_norm=1.0, beta1=0.9, beta2=0.95,
-        weight_decay=0.0))
+        optimizer=optimizer, ema=0, step_weights=[0.8 ** k for k in range(8)], loss="ce", max_grad_norm=1.0, beta1=0.9,
+        beta2=0.95, weight_decay=0.0))
 
 
 class Clock:
@@ -129,8 +134,9 @@ class Clock:
 
 
 def timed(trainer, batches, counts, warm_up: int, repeats: int) -> list[float]:
-    """Milliseconds of each step, cycling through the batches, after `warm_up` rounds: a shape's first product picks
-    its kernel and takes memory.
+    """Milliseconds of each step, cycling through the batches, after `warm_up` rounds.
+
+    The rounds before: a shape's first product picks its kernel and takes memory.
     """
     clock, warm_up = Clock(trainer.draft.master.flat.device), warm_up * len(batches)
     for i in range(warm_up + repeats * len(batches)):
@@ -199,8 +205,9 @@ def rate_of(function, work: float, repeats=10) -> float:
 
 
 def ceilings(device) -> float:
-    """TFLOP/s of a large bf16 product on random data; and the rates of the step's own products and of a copy,
-    printed.
+    """TFLOP/s of a large bf16 product on random data.
+
+    Printed besides: the rates of the step's own products and of a copy.
     """
     def normal(*size):
         return torch.randn(*size, device=device, dtype=torch.bfloat16)
@@ -236,9 +243,7 @@ def write_samples(folder: Path, shape, lengths, dtype) -> list:
 
 
 def from_files(trainer, folder: Path, lengths, bins, args, epochs=4):
-    """(tokens, seconds, share of it spent waiting for files) of steps whose batches come through `collate` and
-    `feed`.
-    """
+    """(tokens, seconds, share of it spent waiting for files) of steps whose batches come through the loader."""
     shape, steps = trainer.draft.shape, CASES["files"].steps
     device, dtype = trainer.draft.master.flat.device, trainer.draft.dtype
     samples = write_samples(folder, shape, lengths, dtype)

@@ -1,10 +1,9 @@
-"""How fast is 02_build_vocab.py, and how much memory does it take? On answers made up at Kimi's vocabulary and the real
-length mix.
+"""How fast is 02_build_vocab.py, and how much memory does it take?
 
     python scripts/bench_vocab.py --tokens 88000000      about 1.2 GB of rows in a temporary folder, then one timed run
 
-Rows look as 01 writes them: log-normal lengths of mean 1,730 cut at 4,096, a third of them prompt, Zipf ids, text of 4
-bytes a token.
+The answers are made up, at Kimi's vocabulary and the real length mix. Rows look as 01 writes them: log-normal lengths
+of mean 1,730 cut at 4,096, a third of them prompt, Zipf ids, text of 4 bytes a token.
 """
 import argparse
 import json

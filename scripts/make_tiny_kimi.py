@@ -1,12 +1,11 @@
-"""Make "tiny Kimi", the target of the quickstart and the tests: Kimi-K2.5's architecture, special tokens and turn
-format in under 12 MB.
+"""Make "tiny Kimi", the target of the quickstart and the tests: of Kimi-K2.5's kind, in under 12 MB.
 
 A KimiK25ForConditionalGeneration wrapper around a DeepSeek-V3 text model (MLA, sigmoid + noaux_tc routing over 8
 experts, YaRN) of 8 layers and 5.8M parameters, and a byte-level BPE of 2,400 tokens followed by Kimi's special tokens
-in Kimi's order. It is trained on what every CPython ships, its reference topics and the docstrings and short functions
-of its standard library, cast as questions and answers, thinking and instant, with system messages, second turns and
-tool calls. 5 % of the subjects are held out. Its answers are readable and keep their form; what they say about a name
-often belongs to another one. It is there to run pipelines on, not to be asked.
+in Kimi's order. It is trained on what every CPython ships, its reference topics and the docstrings and short
+functions of its standard library, cast as questions and answers in Kimi's turn format, thinking and instant, with
+system messages, second turns and tool calls. 5 % of the subjects are held out. Its answers are readable and keep
+their form; what they say about a name often belongs to another one. It is there to run pipelines on, not to be asked.
 
 Writes into --output-dir (default: over the one in this repository): config.json, generation_config.json,
 model.safetensors (bf16), tokenizer.json, tokenizer_config.json, chat_template.jinja, the processor SGLang wants and
@@ -78,8 +77,9 @@ def response_text(message: dict, thinking: bool) -> str:
 
 
 def encode_samples(tokenizer, talks: list[dict], max_length: int) -> list[tuple[list, list]]:
-    """(prompt ids, response ids) of every assistant message, the prompt exactly as serving renders it. Longer ones are
-    left out.
+    """(prompt ids, response ids) of every assistant message, the prompt exactly as serving renders it.
+
+    Longer ones are left out.
     """
     prompts, responses = [], []
     for talk in talks:
@@ -95,8 +95,9 @@ def encode_samples(tokenizer, talks: list[dict], max_length: int) -> list[tuple[
 
 
 def pack(samples: list, T: int) -> tuple:
-    """Rows of T tokens, next fit: ids, positions (from 0 in each sample), sample number (-1: padding), learned (a
-    response token); each (rows, T).
+    """Rows of T tokens, next fit: ids, positions, sample number, learned; each (rows, T).
+
+    Positions count from 0 in each sample; sample number -1: padding; learned: a response token.
     """
     rows, room = [], 0
     for prompt, response in samples:
@@ -157,8 +158,10 @@ def learning_rate(peak: float, done: float) -> float:
 
 
 def train(model, data, validation, args, device: str) -> dict:
-    """AdamW, cosine over --steps or --minutes of wall clock. Ends with the weights that did best on the held-out
-    subjects, which are the last ones unless the model has begun to learn by heart.
+    """AdamW, cosine over --steps or --minutes of wall clock.
+
+    Ends with the weights that did best on the held-out subjects, which are the last ones unless the model has begun
+    to learn by heart.
     """
     decay = [p for p in model.parameters() if p.dim() >= 2]
     scales = [p for p in model.parameters() if p.dim() < 2]
@@ -216,8 +219,9 @@ def write_static_files(folder: Path, tokenizer) -> None:
 
 
 def write_weights(model, folder: Path) -> tuple:
-    """model.safetensors with the hub's names. Reads it back into an untouched DeepseekV3ForCausalLM: logits must be
-    equal. Returns that model and the largest difference of its logits.
+    """model.safetensors with the hub's names -> (a model read back from it, the largest difference of its logits).
+
+    It is read into an untouched DeepseekV3ForCausalLM: logits must be equal.
     """
     from safetensors.torch import load_file, save_file
     from transformers import DeepseekV3ForCausalLM

@@ -1,16 +1,18 @@
-"""Make a target of Kimi-K2.5's true width with 8 layers and 8 experts, and a finished responses/ folder for it: what
-scripts/rehearse.sh runs on.
+"""Make a target of Kimi-K2.5's true width, and answers of it: what scripts/rehearse.sh runs on.
 
     python3 scripts/make_wide_kimi.py --config configs/rehearsal.yaml              # 12.7 GB, in the run file's folders
     python3 scripts/make_wide_kimi.py --config configs/rehearsal-toy.yaml --toy    # a width of 256: 0.2 GB, for a CPU
 
-The target: Kimi's wrapper, vocabulary, YaRN, MLA sizes and a slow tokenizer of its kind (tests/kimi_tokenizer), bf16,
-one safetensors file a layer. Weights are random, yet it is no noise: lm_head's row of token n+1 is the embedding of n,
-in circles of 64 tokens, and what the layers add to the stream stays about as large as the embedding in it. So every
-activation is finite, each greedy answer is known beforehand, and answers can be written down without asking anyone: the
-stored states must reproduce them (03 --verify, 04), and a drafter has something to learn. Samples: log-normal lengths
-with mean 1,730, cut at 4,096 (--longest scales both), a third of each is prompt. The same flags give the same bytes on
-the same kind of device. What is complete already is left alone.
+The target: 8 layers and 8 experts, Kimi's wrapper, vocabulary, YaRN, MLA sizes and a slow tokenizer of its kind
+(tests/kimi_tokenizer), bf16, one safetensors file a layer. Weights are random, yet it is no noise: lm_head's row of
+token n+1 is the embedding of n, in circles of 64 tokens, and what the layers add to the stream stays about as large
+as the embedding in it. So every activation is finite, each greedy answer is known beforehand, and answers can be
+written down without asking anyone: the stored states must reproduce them (03 --verify, 04), and a drafter has
+something to learn.
+
+The answers are a finished responses/ folder: log-normal lengths with mean 1,730, cut at 4,096 (--longest scales
+both), a third of each is prompt. The same flags give the same bytes on the same kind of device. What is complete
+already is left alone.
 """
 import argparse
 import json
@@ -135,8 +137,9 @@ def write_small_files(folder: Path, config: dict) -> None:
 
 
 def samples(count: int, longest: int, draft_vocab: int, follows: np.ndarray):
-    """(prompt ids, response ids) of each sample. Prompts jump to another circle every 16 tokens; responses are what the
-    target emits.
+    """(prompt ids, response ids) of each sample.
+
+    Prompts jump to another circle every 16 tokens; responses are what the target emits.
     """
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(math.log(1730) - 0.6**2 / 2, 0.6, count), 4096) * longest / 4096

@@ -247,8 +247,10 @@ def check_ports(run_file: dict, found: Findings, roles: set) -> None:
 
 
 def check_target(run_file: dict, found: Findings) -> dict | None:
-    """The text config, if it can be read; findings for shards that are missing or cut short, tensors that are missing
-    or quantised, and what the run file asks of a smaller target.
+    """The text config, if it can be read.
+
+    Findings: shards that are missing or cut short, tensors that are missing or quantised, and what the run file asks
+    of a smaller target.
     """
     folder = Path(str(run_file["target"]))
     try:
@@ -297,8 +299,9 @@ def check_tensors(target: Target, found: Findings) -> None:
 
 
 def check_tokenizer(run_file: dict, found: Findings, config: dict) -> None:
-    """Special tokens are one id each (Kimi-K2.5's own ids in its vocabulary), the template writes Kimi's turns in both
-    modes, and generation ends where a turn does.
+    """Special tokens are one id each, turns are Kimi's in both modes, and generation ends where a turn does.
+
+    In Kimi-K2.5's vocabulary the ids are its own.
     """
     folder = Path(str(run_file["generate"].get("tokenizer") or run_file["target"]))
     trust = bool(run_file["generate"].get("trust-remote-code"))

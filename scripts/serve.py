@@ -6,7 +6,8 @@
 Behind `nohup ... &` it outlives the shell and the SSH connection; `kill` of its pid stops it and the server.
 
 Reads   the section `servers` of the run file (roles: plain, extract, speculative, or your own)
-Writes  the server's output to --log; to stdout the command, one `ready` line, and why it ended
+Writes  the server's output to --log, its API key and tokens masked; to stdout the command, one `ready` line; to stderr
+        why it ended, in the server's own words
 Exit    0 stopped by a signal; 2 port taken, target missing, server died or not healthy in time
 """
 import argparse
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from eagle3.servers import start_server, stop_server  # noqa: E402
+from eagle3.servers import ending, start_server, stop_server  # noqa: E402
 from eagle3.stage import UserError, read_run_file, run  # noqa: E402
 
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
     try:
         while process.poll() is None:
             time.sleep(0.5)
-        raise UserError(f"servers.{args.role}: the server ended with code {process.returncode}. Read {args.log}.")
+        raise UserError(ending(args.role, process, args.log))
     finally:
         stop_server(process)
 

@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "patches"))  # eagle3_capture finds its other half there, as with --forward-hooks
 from eagle3.stage import UserError  # noqa: E402
 
 TINY_KIMI = ROOT / "scripts" / "tiny_kimi"

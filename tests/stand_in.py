@@ -13,7 +13,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from conftest import load_script
+from conftest import ROOT, load_script
+
+
+def capture_hash() -> str:
+    """What the files that the patch writes now say as their `patch_hash`."""
+    sources = (ROOT / "patches" / name for name in ("eagle3_capture.py", "eagle3_capture_files.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def write_responses(folder: Path, rows: list[dict]) -> Path:
@@ -26,17 +32,18 @@ def write_responses(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
-def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str, width: int = 8) -> bytes:
-    """A file as eagle3_capture writes it, of constant states."""
+def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str, width: int = 8, **metadata: str) -> bytes:
+    """A file as eagle3_capture writes it, of constant states; `metadata` replace or add to what its header says."""
     T = len(ids)
-    tensors = {"aux_hidden_states": ("F32", np.full((T, 3 * width), 0.5, np.float32)),
+    aux = len(layers.split(",")) * width
+    tensors = {"aux_hidden_states": ("F32", np.full((T, aux), 0.5, np.float32)),
                "last_hidden_states": ("F32", np.ones((T, width), np.float32)),
                "input_ids": ("I32", np.array(ids, np.int32)),
                "loss_mask": ("U8", np.array([0] * prompt_len + [1] * (T - prompt_len), np.uint8))}
     data = b"".join(array.tobytes() for _, array in tensors.values())
     metadata = {"schema": "1", "target": "stub", "capture_layers": layers, "sglang_version": "0.5.23",
                 "patch_hash": "0", "dtype": "float32", "id": sample_id, "prompt_len": str(prompt_len),
-                "checksum": f"sha256:{hashlib.sha256(data).hexdigest()}"}
+                "checksum": f"sha256:{hashlib.sha256(data).hexdigest()}"} | metadata
     header, end = {"__metadata__": metadata}, 0
     for name, (kind, array) in tensors.items():
         header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
@@ -54,6 +61,7 @@ class StandIn:
 
     def __init__(self, folder: Path, layers: str = "1,2,3", width: int = 8):
         self.folder, self.layers, self.width, self.asked = folder, layers, width, []
+        self.metadata: dict[str, str] = {}  # what its files say beside or instead of the usual
         self.before = lambda sample_id, folder: None
         stand_in = self
 
@@ -91,7 +99,7 @@ class StandIn:
         if isinstance(instead, tuple):
             return instead
         if instead != "silent":
-            data = captured(sample_id, int(prompt_len), body["input_ids"], self.layers, self.width)
+            data = captured(sample_id, int(prompt_len), body["input_ids"], self.layers, self.width, **self.metadata)
             (folder / "tmp").mkdir(exist_ok=True)
             (folder / "tmp" / sample_id).write_bytes(data)
             (folder / "tmp" / sample_id).rename(folder / f"{sample_id}.safetensors")

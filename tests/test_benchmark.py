@@ -29,7 +29,7 @@ from eagle3.figures import (CONTEXT_BUCKETS, acceptance, beyond_answer, context_
 from eagle3.measured import Measured
 from eagle3.report import level_remarks, verdict
 from eagle3.servers import ServerGone, healthy
-from eagle3.stage import UserError, read_manifest
+from eagle3.stage import UserError, read_manifest, sha256_file
 from eagle3.target import Target
 
 bench = load_script("05_benchmark")
@@ -66,7 +66,8 @@ def make_drafter(folder: Path, tokens) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     prediction = {"num_steps": 3, "accept_length": 1.5, "accept_by_position": [0.3, 0.15, 0.05]}
     (folder / "eagle3.json").write_text(json.dumps({"target": TINY_KIMI.name, "capture_layers": CAPTURE_LAYERS,
-                                                    "config": config, "prediction": prediction}))
+                                                    "config": config, "prediction": prediction,
+                                                    "weights_sha256": sha256_file(folder / "model.safetensors")}))
     return folder
 
 
@@ -131,14 +132,19 @@ def same_answers(variant):
     return units_of(variant, 1.0, lambda n: [n] * 10)
 
 
+def again(units):
+    """The same in a second run."""
+    return units + [{**unit, "repeat": 1} for unit in units]
+
+
 def test_speed_up_its_interval_and_same_text():
     plain = same_answers("plain")
     fast = units_of("speculative", 0.5, lambda n: [n] * 10 if n else [0] * 6 + [7] * 4)
-    found = speed_up(plain, fast)
-    # each prompt is twice as fast: no spread
+    found = speed_up(again(plain), again(fast))
+    # each prompt is twice as fast, in both runs: no spread
     assert found["speed_up"] == pytest.approx(2) and found["interval"] == pytest.approx([2, 2])
     fast[0]["requests"][3]["latency_s"] *= 3
-    low, high = speed_up(plain, fast)["interval"]
+    low, high = speed_up(again(plain), again(fast))["interval"]
     assert low < high
     text = same_text(plain, fast)
     assert (text["compared"], text["equal"], text["share"]) == (8, 7, 7 / 8)
@@ -233,9 +239,12 @@ def test_a_torn_end_of_raw_is_cut_off(tmp_path):
     begun.add_server("plain", {"version": "0.5.23"})
     begun.add_unit(key, {"wall_s": 1.0, "watts": None}, [{"id": "a"}])
     whole = raw.read_bytes()
-    assert whole == (b'{"kind":"server","variant":"plain","info":{"version":"0.5.23"}}\n'
-                     b'{"kind":"request","variant":"plain","level":1,"repeat":0,"id":"a"}\n'
-                     b'{"kind":"unit","variant":"plain","level":1,"repeat":0,"wall_s":1.0,"watts":null}\n')
+    lines = (b'{"kind":"server","variant":"plain","info":{"version":"0.5.23"}}\n',
+             b'{"kind":"request","variant":"plain","level":1,"repeat":0,"id":"a"}\n',
+             b'{"kind":"unit","variant":"plain","level":1,"repeat":0,"wall_s":1.0,"watts":null}\n')
+    server, unit = (hashlib.sha256(data).hexdigest().encode() for data in (lines[0], lines[1] + lines[2]))
+    assert whole == b"".join([lines[0].replace(b"}\n", b',"sha256":"' + server + b'"}\n'), lines[1],
+                              lines[2].replace(b"}\n", b',"sha256":"' + unit + b'"}\n')])
     # the last row is whole but for its newline: it was not finished
     raw.write_bytes(whole + b'{"kind":"request","id":"b"}\n'
                     b'{"kind":"unit","variant":"plain","level":3,"repeat":0,"wall_s":1.0,"watts":null}')
@@ -249,7 +258,8 @@ def test_a_torn_end_of_raw_is_cut_off(tmp_path):
 
 # ---- prompts ----
 def prompt_args(**given):
-    return argparse.Namespace(**{"prompts": [], "dataset": [], "ids": None, "limit": None, "thinking": ["on"]}
+    return argparse.Namespace(**{"prompts": [], "dataset": [], "ids": None, "limit": None, "thinking": ["on"],
+                                 "trust_remote_code": False}
                               | given)
 
 
@@ -342,6 +352,9 @@ def test_a_drafter_that_changed_is_not_mixed_into_a_begun_report(tmp_path):
         before = (drafter / name).read_text() if name else None
         if name:
             (drafter / name).write_text(json.dumps(json.loads(before) | {"capture_layers": [1, 2, 3]}))
+            # something hangs on it: a unit was finished
+            Measured(tmp_path / "report" / "raw.jsonl").add_unit({"variant": "plain", "level": 1, "repeat": 0},
+                                                                 {"wall_s": 1.0, "watts": None}, [{"id": "a"}])
         with pytest.raises(UserError, match="begun with another config" if name else "no SGLang answers"):
             bench.main(argv)
         if name:
@@ -508,6 +521,11 @@ def patient(tmp_path):
         weights = load_file(folder / "model.safetensors") | changes
         weights = {name: value for name, value in weights.items() if value is not None}
         save_file(weights, folder / "model.safetensors")
+        tell(weights_sha256=sha256_file(folder / "model.safetensors"))
+
+    def tell(**changes):
+        provenance = json.loads((folder / "eagle3.json").read_text())
+        (folder / "eagle3.json").write_text(json.dumps(provenance | changes))
 
     def causes(prompts=None, accept=None, check=None, **changes):
         facts = Facts(folder, json.loads((folder / "eagle3.json").read_text()), server | changes, run_dir,
@@ -517,12 +535,10 @@ def patient(tmp_path):
         return [finding["cause"] for finding in found["findings"]]
 
     def trained_with(d2t):
-        provenance = json.loads((folder / "eagle3.json").read_text())
-        digest = hashlib.sha256(d2t.astype("<i8").tobytes()).hexdigest()
-        (folder / "eagle3.json").write_text(json.dumps(provenance | {"d2t_sha256": digest}))
+        tell(d2t_sha256=hashlib.sha256(d2t.astype("<i8").tobytes()).hexdigest())
 
     return argparse.Namespace(folder=folder, run_dir=run_dir, edit=edit, store=store, causes=causes, save=save,
-                              state=state, tokens=tokens, trained_with=trained_with)
+                              state=state, tokens=tokens, trained_with=trained_with, tell=tell, server=server)
 
 
 def test_a_healthy_drafter_has_nothing(patient):
@@ -686,7 +702,7 @@ def workplace(tmp_path_factory):
         speculative = {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": str(drafter),
                        "speculative-num-steps": 3, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4}
         benchmark = {"launch": True, "draft-path": str(drafter), "prompts": str(folder / "prompts.jsonl"),
-                     "concurrency": [1, 3], "max-tokens": 24, "launch-timeout": 300,
+                     "concurrency": [1, 3], "max-tokens": 24, "launch-timeout": 300, "repeats": 1,
                      "output-dir": "{run_dir}/report"} | flags
         document = {"run_dir": str(run), "benchmark": benchmark, "servers": {
             "plain": {"command": command, "flags": plain, "env": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}},

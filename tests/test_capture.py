@@ -20,6 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, load_script, post
+from eagle3.states import StateFile, check_header, check_ids, facts_token_bytes
+from eagle3.verify import check_data
+from stand_in import capture_hash
 
 CHUNK = 256
 TOLERANCE = 2e-5
@@ -192,7 +195,14 @@ def test_file_is_a_contract(capturing, capture_dir):
     assert {key: metadata[key] for key in stated} == stated
     raw = path.read_bytes()
     assert metadata["checksum"] == "sha256:" + hashlib.sha256(raw[8 + int.from_bytes(raw[:8], "little"):]).hexdigest()
-    assert metadata["patch_hash"] == hashlib.sha256((ROOT / "patches/eagle3_capture.py").read_bytes()).hexdigest()
+    assert metadata["patch_hash"] == capture_hash()
+    parts = dict(part.split(":") for part in metadata["weights"].split())
+    assert list(parts) == ["embed", "head", "norm", "layers"]
+    weights = load_file(TINY_KIMI / "model.safetensors")
+    for part, name in (("embed", "model.embed_tokens.weight"), ("head", "lm_head.weight"), ("norm", "model.norm.weight")):
+        rows = weights[f"language_model.{name}"].float()
+        rows = rows[:256:16].contiguous() if rows.dim() > 1 else rows
+        assert parts[part] == hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:8], part
 
 
 def test_client_that_leaves_amid_the_chunks_costs_nothing(capturing, capture_dir, reference):
@@ -504,6 +514,29 @@ def test_packed_and_listed_aux_states_give_the_same_file(module):
     assert files[0] == files[1]
 
 
+@pytest.mark.parametrize("layers", [[3, 20, 40, 59], [2, 15, 30, 45, 58]])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("slot_bytes", [4 << 10, 32 << 20])
+def test_four_and_five_layers(module, monkeypatch, layers, packed, slot_bytes):
+    """Several slots a sample and two chunks; the file is one that 03 takes as of its facts, its size the forecast."""
+    monkeypatch.setenv("EAGLE3_CAPTURE_LAYERS", ",".join(map(str, layers)))
+    monkeypatch.setattr(module.capture.files, "SLOT_BYTES", slot_bytes)
+    name, states, last = rid("r", range(40), "a", 5), [torch.randn(40, H) for _ in layers], torch.randn(40, H)
+    for rows in (slice(0, 13), slice(13, 40)):
+        aux = [state[rows] for state in states]
+        module.feed(batch((name, rows.start, rows.stop - rows.start)), torch.cat(aux, -1) if packed else aux, last[rows])
+    path = wait_for(module.folder / "a.safetensors")
+    found = load_file(path)
+    assert torch.equal(found["aux_hidden_states"], torch.cat(states, -1))
+    assert torch.equal(found["last_hidden_states"], last)
+    with StateFile(path) as file:
+        facts = check_header(file, "a", 40, 5, None)
+        assert facts["capture_layers"] == layers
+        assert file.size - file.begin == 40 * facts_token_bytes(facts) == 40 * ((len(layers) + 1) * H * 4 + 5)
+        check_ids(file, list(range(40)), 5)
+        check_data(file)
+
+
 def test_rows_go_to_their_samples(module):
     """Two whole samples, a foreign one between, the middle chunk of a third; then its last chunk, padding behind."""
     names = {name: rid("r", range(length), name) for name, length in (("a", 4), ("b", 6), ("c", 9))}
@@ -568,10 +601,10 @@ def test_a_failed_write_is_told_and_the_next_sample_is_written(module, monkeypat
 
 def test_a_slow_disk_slows_prefill_and_loses_no_row(module, monkeypatch):
     """Host memory is bounded by the slots; the forward pass waits for a free one."""
-    monkeypatch.setattr(module.capture, "SLOT_BYTES", 8 << 10)
+    monkeypatch.setattr(module.capture.files, "SLOT_BYTES", 8 << 10)
     monkeypatch.setenv("EAGLE3_CAPTURE_BUFFER_MB", "0")  # so: the least, two slots
-    made, real = [], module.capture.Slot
-    monkeypatch.setattr(module.capture, "Slot", lambda *args: made.append(real(*args)) or made[-1])
+    made, real = [], module.capture.files.Slot
+    monkeypatch.setattr(module.capture.files, "Slot", lambda *args: made.append(real(*args)) or made[-1])
     gate, real_pwrite = threading.Semaphore(0), os.pwrite
     monkeypatch.setattr(module.capture.os, "pwrite", lambda *args: gate.acquire() and real_pwrite(*args))
     fed = queue.SimpleQueue()
@@ -632,10 +665,10 @@ def test_without_its_variable_nothing_happens(monkeypatch):
     assert capture.capture(None, None, None, None, aux) is aux  # it looks at nothing else
 
 
-@pytest.mark.parametrize("layers", ["", "3,31", "3,31,61", "31,3,59", "0,31,59", "a,b,c", "3,3,59"])
+@pytest.mark.parametrize("layers", ["", "3,31", "3,31,61", "31,3,59", "0,31,59", "a,b,c", "3,3,59", "1,2,3,4,5,6"])
 def test_bad_layers_are_refused(module, monkeypatch, layers):
     monkeypatch.setenv("EAGLE3_CAPTURE_LAYERS", layers)
-    with pytest.raises(module.capture.Refused, match="Name three ascending layers"):
+    with pytest.raises(module.capture.Refused, match="Name three to five ascending layers"):
         module.feed(batch((rid("r", range(5), "a"), 0, 5)))
     assert (module.folder / "a.error").read_text().startswith("refused: EAGLE3_CAPTURE_LAYERS")
 

@@ -27,8 +27,8 @@ from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, post
 from eagle3 import extraction, verify as verifying
 from eagle3.incoming import own_runs
 from eagle3.journal import Journal
-from eagle3.states import StateFile, check_header, sample_path
-from stand_in import StandIn, captured, extract_here, let_go, write_responses
+from eagle3.states import SAME_CAPTURE, StateFile, check_header, sample_path
+from stand_in import StandIn, capture_hash, captured, extract_here, let_go, write_responses
 from test_capture import text_model
 
 SAMPLES = 150
@@ -430,6 +430,37 @@ def test_a_server_of_other_layers_is_refused(responses, server, capture_dir, tmp
     (copy / "manifest.json").unlink()
     said = extract(responses, copy, server.url, capture_dir, code=2).stderr
     assert "captured with another capture_layers [2, 4, 6] (the folder: [1, 3, 5])" in said
+
+
+def test_a_capture_that_writes_the_same_states_goes_on(stage):
+    """An edit of patches/eagle3_capture.py that leaves its states as they are does not cost a folder begun before."""
+    current = capture_hash()
+    assert current in SAME_CAPTURE, "patches/eagle3_capture*.py were edited: see SAME_CAPTURE in scripts/eagle3/states.py"
+    before = "2b4093189eaed67976ebea313bf1d394f955d9eeebe21420c53179ebbd64dec9"
+    server = stage.servers[0]
+    for first, then in ((before, current), (current, before)):
+        shutil.rmtree(stage.folder, ignore_errors=True)
+        server.metadata, server.before = {"patch_hash": first}, lambda name, _: (400, {}) if name > "s09" else None
+        assert "of 20 samples failed" in stage("--concurrency", 1)
+        kept = len(list(stage.folder.rglob("*.safetensors")))
+        server.metadata, server.before = {"patch_hash": then}, lambda name, _: None
+        assert stage("--redo-failed") == "" and f"in place {kept} " in stage.out and kept == 10
+        assert stage("--verify") == "" and stage.complete()
+        assert json.loads((stage.folder / "manifest.json").read_text())["patch_hash"] == first
+    (stage.folder / "manifest.json").unlink()
+    server.metadata = {"patch_hash": "1" * 64}
+    sample_path(stage.folder, "s03").unlink()
+    assert f"captured with another patch_hash {'1' * 64} (the folder: {current})" in stage()
+
+
+@pytest.mark.parametrize("layers", ["1,2,3,4", "1,2,3,4,5"])
+def test_four_and_five_layers_go_through(stage, layers):
+    stage.servers[0].layers = layers
+    assert stage("--verify") == ""
+    count = layers.count(",") + 1
+    assert f"({(count + 1) * WIDTH * 4 + 5} bytes a token)" in stage.out
+    assert json.loads((stage.folder / "manifest.json").read_text())["capture_layers"] == list(range(1, count + 1))
+    assert "all 20 samples good" in stage.out
 
 
 def test_a_server_without_the_patch_is_named(stage, monkeypatch):

@@ -21,8 +21,9 @@ from conftest import ROOT, TINY_KIMI, load_script, post
 from eagle3 import stage, store
 from eagle3.api import Retry, Service, read_chat, read_native, retry_after
 from eagle3.asking import Session
-from eagle3.prompts import as_messages, fingerprint, mix, plan_turns, safe_id, split_spec
+from eagle3.prompts import as_messages, fingerprint, mix, plan_turns
 from eagle3.responses import Answer, Drop, read_jsonl
+from eagle3.prompt_sources import safe_id, split_spec
 from eagle3.stage import UserError
 from eagle3.store import Store, place_sorted
 from eagle3.tokens import STOP, THINK, TOOL, Tokens, load_tokenizer, settle_ids
@@ -407,7 +408,8 @@ def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, e
 
 def test_kill_loses_only_what_was_in_flight_at_an_api(tmp_path, capsys):
     """The same count where requests cost money and answers come at once: the rows' fsync is the bottleneck."""
-    with ApiServer(fine) as api:
+    answer = Reply(chat("fine", completion_tokens=4, reasoning="r"))
+    with ApiServer(lambda body, nth: answer) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 600), tmp_path / "out")
         killed_and_resumed(argv, api, capsys, kills=2, n=600, concurrency=8)
     assert len(rows_of(tmp_path / "out")) == 600 and sum(api.asked.values()) <= 600 + 2 * 8

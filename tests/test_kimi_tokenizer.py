@@ -10,12 +10,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from conftest import ROOT, load_script
+from eagle3.bench_prompts import render
 from eagle3.responses import Answer
 from eagle3.stage import UserError
 from eagle3.tokens import STOP, THINK as THINK_NAMES, TOOL, Tokens, load_tokenizer, tokenizer_hash
 from test_vocab import responses
 
-generate, vocab, benchmark = (load_script(name) for name in ("01_generate", "02_build_vocab", "05_benchmark"))
+generate, vocab = load_script("01_generate"), load_script("02_build_vocab")
 VT = 163840
 IM_END, USER, ASSISTANT, SYSTEM, MIDDLE, THINK, END_THINK = 163586, 163587, 163588, 163594, 163601, 163606, 163607
 SECTION, END_SECTION, CALL, ARGUMENT, END_CALL = range(163595, 163600)
@@ -110,7 +111,7 @@ def test_05_renders_what_01_renders(tokens, tokenizer, mode):
     for row in ({"prompt": "q"}, {"messages": messages}):
         wanted = tokens[mode == "on"].prompt_ids(row.get("messages") or [{"role": "user", "content": row["prompt"]}],
                                                  None)
-        assert benchmark.render(tokenizer, row, mode) == wanted
+        assert render(tokenizer, row, mode) == wanted
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import ROOT, free_port, load_script
-from train_reference import learnable_samples, one_thread, write_hidden_states, write_mapping, write_target
+from train_reference import learnable_samples, one_thread, write_hidden_states, write_learnable_run  # noqa: F401
 from eagle3 import training_plot
 from eagle3.batches import seen_in_epoch
 from eagle3.checkpoints import checkpoints
@@ -27,22 +28,11 @@ from eagle3.training_plot import draw, points
 train = load_script("04_train")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_one_thread():
-    with one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     """A run folder with target/, vocab_mapping/, hidden_states/ (40 samples), more/ (20) and held_out/ (10)."""
-    root = tmp_path_factory.mktemp("toy")
-    tensors = load_file(write_target(root / "target") / "model.safetensors")
-    embed, head = (tensors[f"language_model.{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
-    for folder, count, prefix in (("hidden_states", 40, "r"), ("more", 20, "m"), ("held_out", 10, "h")):
-        write_hidden_states(root / folder, learnable_samples(embed, head, count, count, prefix))
-    write_mapping(root / "vocab_mapping", np.arange(97), 97)
-    return root
+    return write_learnable_run(tmp_path_factory.mktemp("toy"), {
+        "hidden_states": {"r": (40, 40)}, "more": {"m": (20, 20)}, "held_out": {"h": (10, 10)}})
 
 
 @pytest.fixture
@@ -99,10 +89,12 @@ def test_schedules_end_at_the_floor(scheduler, values):
 
 
 def test_wsd_decays_over_the_share_it_is_given():
-    assert rate(63, "wsd", decay_ratio=0.4) == pytest.approx(2 * (1 - (3 / 40) ** 0.5)) and rate(60, "wsd", decay_ratio=0.4) == 2
+    assert rate(63, "wsd", decay_ratio=0.4) == pytest.approx(2 * (1 - (3 / 40) ** 0.5))
+    assert rate(60, "wsd", decay_ratio=0.4) == 2
     assert [rate(step, "wsd", decay_ratio=0.0) for step in (10, 50, 99)] == [2, 2, 2]
     # never before the warm-up has ended
-    assert rate(9, "wsd", decay_ratio=1.0) == 2 and rate(10 + 40, "wsd", decay_ratio=1.0) == pytest.approx(2 * (1 - (40 / 90) ** 0.5))
+    assert rate(9, "wsd", decay_ratio=1.0) == 2
+    assert rate(10 + 40, "wsd", decay_ratio=1.0) == pytest.approx(2 * (1 - (40 / 90) ** 0.5))
 
 
 def test_schedule_without_a_floor_is_what_it_was():
@@ -120,7 +112,8 @@ def test_wsd_in_a_run_and_after_a_kill(toy, tmp_path, undrawn):
     trained(toy, tmp_path / "one", *flags)
     total = read(tmp_path / "one/manifest.json")["counts"]["steps"]
     rates = [row["lr"] for row in rows_of(tmp_path / "one") if "lr" in row]
-    assert total == 6 and rates == pytest.approx([4e-3] * 4 + [4e-3 * (0.1 + 0.9 * (1 - (i / 3) ** 0.5)) for i in (1, 2)])
+    assert total == 6
+    assert rates == pytest.approx([4e-3] * 4 + [4e-3 * (0.1 + 0.9 * (1 - (i / 3) ** 0.5)) for i in (1, 2)])
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     for gone in ("checkpoint-4", "checkpoint-6", "best"):
         shutil.rmtree(tmp_path / "two" / gone)
@@ -141,7 +134,8 @@ def test_average_of_a_short_run_has_forgotten_its_random_start(toy, tmp_path, un
     """At 0.999 alone 97 % of what is exported after 30 steps would be the start."""
     trained(toy, tmp_path / "plain", "--epochs", 5)
     trained(toy, tmp_path / "averaged", "--epochs", 5, "--ema", 0.999)
-    length = {name: read(tmp_path / name / "best/eagle3.json")["prediction"]["accept_length"] for name in ("plain", "averaged")}
+    length = {name: read(tmp_path / name / "best/eagle3.json")["prediction"]["accept_length"]
+              for name in ("plain", "averaged")}
     assert length["plain"] > 2 and length["averaged"] > 0.9 * length["plain"], length
     state = load_file(tmp_path / "averaged/checkpoint-30/training_state/state.safetensors")
     assert not torch.equal(state["master"], state["average"])
@@ -150,7 +144,8 @@ def test_average_of_a_short_run_has_forgotten_its_random_start(toy, tmp_path, un
 def test_average_is_the_recursion_by_hand(toy, tmp_path, undrawn):
     trained(toy, tmp_path / "o", "--ema", 0.3, "--max-steps", 3, "--save-every", 1, "--keep-checkpoints", 3)
     states = [load_file(tmp_path / f"o/checkpoint-{step}/training_state/state.safetensors") for step in (1, 2, 3)]
-    for step, decay in ((2, 3 / 12), (3, 0.3)):  # (1 + 2) / (10 + 2); from step 3 on (4 / 13) the flag is the smaller one
+    # (1 + 2) / (10 + 2); from step 3 on (4 / 13) the flag is the smaller one
+    for step, decay in ((2, 3 / 12), (3, 0.3)):
         before, now = states[step - 2], states[step - 1]
         torch.testing.assert_close(now["average"], decay * before["average"] + (1 - decay) * now["master"])
 
@@ -197,9 +192,9 @@ def test_best_is_one_of_the_checkpoints(toy, tmp_path, undrawn, monkeypatch):
     told, evaluate = iter([9.0, 2.0, 8.0, 1.5]), train.evaluate
 
     def tells(*args):
-        evaluation = evaluate(*args)
-        evaluation.metrics["accept_length"] = evaluation.prediction["accept_length"] = next(told)
-        return evaluation
+        evaluation, length = evaluate(*args), next(told)
+        return SimpleNamespace(metrics=evaluation.metrics | {"accept_length": length},
+                               prediction=evaluation.prediction | {"accept_length": length})
 
     monkeypatch.setattr(train, "evaluate", tells)
     trained(toy, tmp_path / "o", "--epochs", 2, "--eval-every", 3, "--save-every", 20)
@@ -222,7 +217,8 @@ def test_killed_between_evaluations_ends_in_the_same_bytes(toy, tmp_path, monkey
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train, "plot", dies)
         trained(toy, tmp_path / "killed", *flags)
-    assert [step for step, _ in checkpoints(tmp_path / "killed")] == [6] and rows_of(tmp_path / "killed")[-1]["step"] == 10
+    assert [step for step, _ in checkpoints(tmp_path / "killed")] == [6]
+    assert rows_of(tmp_path / "killed")[-1]["step"] == 10
     trained(toy, tmp_path / "killed", *flags)
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
 
@@ -248,7 +244,8 @@ def test_a_folder_begun_by_the_version_before_goes_on(toy, tmp_path, undrawn):
 
 # ---- the plot ----
 def test_undefined_values_are_left_out_of_the_plot():
-    rows = [{"step": 1, "cond_acc_1": None}, {"step": 2, "cond_acc_1": 0.0}, {"step": 3}, {"step": 4, "cond_acc_1": 0.5}]
+    rows = [{"step": 1, "cond_acc_1": None}, {"step": 2, "cond_acc_1": 0.0}, {"step": 3},
+            {"step": 4, "cond_acc_1": 0.5}]
     assert points(rows, "cond_acc_1") == ([2, 4], [0.0, 0.5])
 
 
@@ -261,7 +258,8 @@ def test_plot_has_all_four_figures_and_its_legend_below_them(steps):
     rows = [{**row(step), "loss": 3.0, "lr": 1e-4 * step} for step in range(1, 10)] + [row(9, "val_")]
     figure = draw(rows)
     figure.draw_without_rendering()
-    assert [axis.get_title().split(" of ")[0] for axis in figure.axes] == ["loss", "conditional accuracy", "accept_length", "learning rate"]
+    assert [axis.get_title().split(" of ")[0] for axis in figure.axes] == ["loss", "conditional accuracy",
+                                                                           "accept_length", "learning rate"]
     assert [len(axis.lines) for axis in figure.axes] == [2 * steps, 2 * steps, 2, 1]
     assert list(figure.axes[3].lines[0].get_ydata()) == [row["lr"] for row in rows[:9]]
     [legend] = figure.legends
@@ -277,7 +275,8 @@ def test_a_plot_that_cannot_be_drawn_fails_no_run(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(training_plot, "draw", broken)
     lines = trained(toy, tmp_path / "o")
     said = [line for line in lines if "not drawn" in line]
-    assert len(said) == 2 and said[0].endswith("training.png not drawn: RuntimeError: no fonts at all")  # evaluated; done
+    # evaluated; done
+    assert len(said) == 2 and said[0].endswith("training.png not drawn: RuntimeError: no fonts at all")
     assert lines[-1].endswith(f"done: {tmp_path / 'o'}") and not list((tmp_path / "o").glob("training.*"))
 
 
@@ -290,12 +289,12 @@ def seen(monkeypatch) -> list[str]:
     """The ids of the samples that are trained on, in order, as the run goes."""
     names = []
 
-    class Noting(train.Reader):
+    class Noted(train.Reader):
         def load(self, samples):
             names.extend(sample.id for sample in samples)
             return super().load(samples)
 
-    monkeypatch.setattr(train, "Reader", Noting)
+    monkeypatch.setattr(train, "Reader", Noted)
     return names
 
 
@@ -305,7 +304,8 @@ def test_weights_are_whole_copies_and_a_share_that_goes_on_by_epoch():
     epochs = [seen_in_epoch(weights, 0, epoch) for epoch in range(4)]
     times = [np.bincount(order, minlength=15) for order in epochs]
     assert [int(counts[:10].sum()) for counts in times] == [22, 23, 22, 23] and {2, 3} == set(times[0][:10].tolist())
-    assert [int(counts[10:14].sum()) for counts in times] == [2] * 4 and [int(counts[14]) for counts in times] == [1] * 4
+    assert [int(counts[10:14].sum()) for counts in times] == [2] * 4
+    assert [int(counts[14]) for counts in times] == [1] * 4
     assert sum(times).tolist() == [9] * 10 + [2] * 4 + [4]  # four epochs: each sample equally often
     assert epochs[0] == seen_in_epoch(weights, 0, 0) != seen_in_epoch(weights, 1, 0)
     assert seen_in_epoch([1.0] * 5, 0, 3) == [0, 1, 2, 3, 4]
@@ -321,9 +321,11 @@ def test_several_folders_with_weights(toy, tmp_path, monkeypatch, undrawn):
     assert ids_in(tmp_path / "o") == sorted(f"h{i}" for i in range(10)) == sorted(
         read(tmp_path / "o/best/eagle3.json")["prediction"]["samples"])
     manifest, stage = read(tmp_path / "o/manifest.json"), read(tmp_path / "o/stage.json")
-    sums = [hashlib.sha256((toy / name / "manifest.json").read_bytes()).hexdigest() for name in ("hidden_states", "more", "held_out")]
+    sums = [hashlib.sha256((toy / name / "manifest.json").read_bytes()).hexdigest()
+            for name in ("hidden_states", "more", "held_out")]
     assert (manifest["inputs"]["hidden_states"], manifest["inputs"]["val_hidden_states"]) == (sums[:2], sums[2])
-    assert manifest["counts"] | {"steps": 0} == {"kept": 70, "dropped": {}, "train": 60, "validation": 10, "truncated": 0, "steps": 0}
+    assert manifest["counts"] | {"steps": 0} == {"kept": 70, "dropped": {}, "train": 60, "validation": 10,
+                                                 "truncated": 0, "steps": 0}
     assert stage["inputs"] == manifest["inputs"] and stage["data-weight"] == [0.5, 2.0] and "val-data-dir" not in stage
     assert {path.parent.name for path in (tmp_path / "o/checked").rglob("*.safetensors")} == {"1", "2", "val"}
     with pytest.raises(UserError, match="begun with another config"):
@@ -357,7 +359,8 @@ def test_two_ranks_over_several_folders_equal_one(toy, tmp_path, undrawn):
     done = subprocess.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (load_file(checkpoints(tmp_path / name)[-1][1] / "training_state/state.safetensors") for name in ("one", "two"))
+    one, two = (load_file(checkpoints(tmp_path / name)[-1][1] / "training_state/state.safetensors")
+                for name in ("one", "two"))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-9, atol=1e-12)
     for left, right in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
@@ -377,12 +380,14 @@ def shared_ids(toy, tmp_path) -> Path:
     return write_hidden_states(tmp_path / "shared", samples)
 
 
-def test_a_sample_in_two_folders_is_used_once_and_a_shared_id_is_not_one(toy, tmp_path, shared_ids, monkeypatch, undrawn):
+def test_a_sample_in_two_folders_is_used_once_and_a_shared_id_is_not_one(toy, tmp_path, shared_ids, monkeypatch,
+                                                                         undrawn):
     names = seen(monkeypatch)
     lines = trained(toy, tmp_path / "o", "--val-ratio", 0, data=("hidden_states", shared_ids))
     assert sorted(names) == sorted([f"r{i}" for i in (*range(10), *range(20, 40))] + [f"m{i}" for i in range(10)]
                                    + [f"{folder}/r{i}" for folder in (1, 2) for i in range(10, 20)])
-    assert any(f"10 samples of {shared_ids} are left out: {toy / 'hidden_states'} has them too" in line for line in lines)
+    assert any(f"10 samples of {shared_ids} are left out: {toy / 'hidden_states'} has them too" in line
+               for line in lines)
     counts = read(tmp_path / "o/manifest.json")["counts"]
     assert counts["dropped"] == {"also in an earlier --data-dir": 10} and counts["train"] == counts["kept"] == 60
 
@@ -396,7 +401,8 @@ def test_what_is_held_out_is_not_trained_on(toy, tmp_path, shared_ids, monkeypat
     lines = trained(toy, tmp_path / "o", "--val-data-dir", shared_ids, "--order", order, data=(data,))
     assert sorted(names) == sorted(f"r{i}" for i in range(10, 40))  # r10 to r19 share the name only
     assert any(f"10 samples of {data} are left out: {shared_ids} has them too" in line for line in lines)
-    assert len(ids_in(tmp_path / "o")) == 30 and read(tmp_path / "o/manifest.json")["counts"]["dropped"] == {"held out by --val-data-dir": 10}
+    assert len(ids_in(tmp_path / "o")) == 30
+    assert read(tmp_path / "o/manifest.json")["counts"]["dropped"] == {"held out by --val-data-dir": 10}
 
 
 def test_without_validation_the_last_checkpoint_is_the_best(toy, tmp_path):
@@ -406,7 +412,8 @@ def test_without_validation_the_last_checkpoint_is_the_best(toy, tmp_path):
     assert eagle3["prediction"] is None and eagle3["step"] == manifest["counts"]["steps"] == 7
     assert manifest["best"] == {"step": 7, "accept_length": None} and manifest["counts"]["validation"] == 0
     assert ids_in(tmp_path / "o") == [] and "best step 7 | the last one: no validation samples" in lines[-2]
-    assert not any("val_accept_length" in row for row in rows_of(tmp_path / "o")) and (tmp_path / "o/training.png").exists()
+    assert not any("val_accept_length" in row for row in rows_of(tmp_path / "o"))
+    assert (tmp_path / "o/training.png").exists()
     shutil.copytree(tmp_path / "o", tmp_path / "killed")
     shutil.rmtree(tmp_path / "killed/checkpoint-7"), (tmp_path / "killed/manifest.json").unlink()
     trained(toy, tmp_path / "killed", *flags)
@@ -440,19 +447,26 @@ def another(change):
 
 REFUSED = {
     "the same folder twice": (lambda toy, tmp: ("--data-dir", toy / "more" / ".." / "hidden_states"), "named twice"),
-    "one weight for two": (lambda toy, tmp: ("--data-dir", toy / "more", "--data-weight", 2), "for each of 2 --data-dir"),
+    "one weight for two": (lambda toy, tmp: ("--data-dir", toy / "more", "--data-weight", 2),
+                           "for each of 2 --data-dir"),
     "weight 0": (lambda toy, tmp: ("--data-weight", 0), "one above 0"),
-    "plan over two": (lambda toy, tmp: ("--data-dir", toy / "more", "--order", "plan"), "one --data-dir as 03 planned it"),
+    "plan over two": (lambda toy, tmp: ("--data-dir", toy / "more", "--order", "plan"),
+                      "one --data-dir as 03 planned it"),
     "weights of a plan": (lambda toy, tmp: ("--data-weight", 2, "--order", "plan"), "without --data-weight"),
     "no sample in an epoch": (lambda toy, tmp: ("--data-weight", 0.01), "epoch 1 has no sample"),
-    "evaluating nothing": (lambda toy, tmp: ("--eval-every", 2, "--val-ratio", 0), "--eval-every needs validation samples"),
+    "evaluating nothing": (lambda toy, tmp: ("--eval-every", 2, "--val-ratio", 0),
+                           "--eval-every needs validation samples"),
     "not finished": (lambda toy, tmp: ("--data-dir", tmp), "03_extract has not finished there"),
     "other layers": (lambda toy, tmp: ("--data-dir", another(lambda m: m.update(capture_layers=[2, 4, 7]))(toy, tmp)),
                      "capture layers [2, 4, 7], "),
-    "other dtype": (lambda toy, tmp: ("--data-dir", another(lambda m: m.update(dtype="bfloat16"))(toy, tmp)), "dtype bfloat16, "),
-    "other width": (lambda toy, tmp: ("--val-data-dir", another(lambda m: m.update(hidden_size=64))(toy, tmp)), "states of hidden size 64"),
-    "released": (lambda toy, tmp: ("--val-data-dir", another(lambda m: m.update(bounded=True))(toy, tmp)), "extracted in bounded mode"),
-    "all held out": (lambda toy, tmp: ("--val-data-dir", toy / "hidden_states"), "0 usable samples {'held out by --val-data-dir': 40}"),
+    "other dtype": (lambda toy, tmp: ("--data-dir", another(lambda m: m.update(dtype="bfloat16"))(toy, tmp)),
+                    "dtype bfloat16, "),
+    "other width": (lambda toy, tmp: ("--val-data-dir", another(lambda m: m.update(hidden_size=64))(toy, tmp)),
+                    "states of hidden size 64"),
+    "released": (lambda toy, tmp: ("--val-data-dir", another(lambda m: m.update(bounded=True))(toy, tmp)),
+                 "extracted in bounded mode"),
+    "all held out": (lambda toy, tmp: ("--val-data-dir", toy / "hidden_states"),
+                     "0 usable samples {'held out by --val-data-dir': 40}"),
 }
 
 

@@ -65,8 +65,9 @@ def test_apply_status_restore(sglang):
     assert re.search(r": patched \(patch [0-9a-f]{12}, the original is kept as .*\)\n$", applied.stdout)
     assert run(sglang, "status").stdout == applied.stdout
     patched = files(sglang)
-    assert set(patched) - set(before) == {"srt/eagle3_capture.py", f"{TARGET}.eagle3_original"}
-    assert patched["srt/eagle3_capture.py"] == (ROOT / "patches/eagle3_capture.py").read_bytes()
+    names = ("eagle3_capture.py", "eagle3_capture_files.py")
+    assert set(patched) - set(before) == {*(f"srt/{name}" for name in names), f"{TARGET}.eagle3_original"}
+    assert all(patched[f"srt/{name}"] == (ROOT / "patches" / name).read_bytes() for name in names)
     assert patched[f"{TARGET}.eagle3_original"] == before[TARGET]
     added = set(patched[TARGET].decode().splitlines()) - set(before[TARGET].decode().splitlines())
     assert len(added) <= 6 and patched[TARGET].decode().count("eagle3_capture.capture(") == 1

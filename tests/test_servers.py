@@ -1,15 +1,22 @@
-"""scripts/eagle3/servers.py: what is left of a server that was stopped. The rest of it is proven by serve.py and 05."""
+"""scripts/eagle3/servers.py and server_log.py, scripts/serve.py: what is left of a server that was stopped, why one
+ended, and that no log holds its secrets. The rest is proven by 05.
+"""
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
-from conftest import free_port
-from eagle3.servers import call, healthy, start_server, stop_server
+from conftest import ROOT, free_port
+from eagle3.server_log import STARTED, why_ended
+from eagle3.servers import call, flag_value, healthy, server_command, start_server, stop_server, url_of
+from eagle3.stage import UserError
 
 SLOW_TO_STOP = """import http.server, os, signal, sys, time
 if os.fork() == 0:  # as a scheduler that hangs
@@ -59,3 +66,144 @@ def test_a_signal_while_a_server_stops_does_not_leave_half_of_it(tmp_path, sign)
     while runs(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+# ---- why a server ended, in its own words ----
+SGLANG_DIES = r"""
+[2026-11-30 19:55:38] server_args={'model_path': 'x', 'api_key': None, 'error': 1}
+[2026-11-30 19:55:39] A warning with error in it
+[2026-11-30 19:55:40 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "/x/scheduler.py", line 5994, in run_scheduler_process
+    scheduler = Scheduler(
+                ^^^^^^^^^^
+  File "/x/model_runner.py", line 336, in __init__
+    self.initialize()
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+Raise --mem-fraction-static.
+
+[2026-11-30 19:55:40] Received sigquit from a child process. It usually means the child failed.
+Traceback (most recent call last):
+  File "/x/launch_server.py", line 1, in <module>
+RuntimeError: Initialization failed. Please see the error messages above.
+"""
+CAPTURE_REFUSES = """
+[2026-11-30 19:55:40] Scheduler hit an exception: Traceback (most recent call last):
+  File "/x/deepseek_v2.py", line 9, in forward
+sglang.srt.eagle3_capture.Refused: the radix cache is on, so shared prefixes would not be computed. Add --disable-radix-cache.
+"""
+HARMLESS_THEN_KILLED = """
+Traceback (most recent call last):
+  File "/x/connectionpool.py", line 793, in urlopen
+requests.exceptions.ConnectionError: Max retries exceeded with url: /freeze_gc
+[2026-11-30 19:55:41] The server is fired up and ready to roll!
+[2026-11-30 19:55:42] INFO:     127.0.0.1:47682 - "GET /health HTTP/1.1" 200 OK
+"""
+
+
+@pytest.mark.parametrize("said, code, reason", [
+    (SGLANG_DIES, -9,
+     ": torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. Raise --mem-fraction-static"),
+    (CAPTURE_REFUSES, -9,
+     ": sglang.srt.eagle3_capture.Refused: the radix cache is on, so shared prefixes would not be computed. "
+                          "Add --disable-radix-cache"),
+    (HARMLESS_THEN_KILLED, -9, ": (killed, perhaps for want of memory: see dmesg)"),
+    (HARMLESS_THEN_KILLED, 1, ""),
+    ("usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --nonsense\n", 2,
+     ": launch_server.py: error: unrecognized arguments: --nonsense"),
+    ("loading\ncpu_engine: --model-path x: no such folder.\n", 2, ": cpu_engine: --model-path x: no such folder"),
+    ("", 1, ""),
+    ("loading shards 17 of 64\n", -9, ": loading shards 17 of 64 ... (killed, perhaps for want of memory: see dmesg)"),
+])
+def test_the_reason_of_a_server_is_its_own(tmp_path, said, code, reason):
+    (tmp_path / "log").write_text(f"RuntimeError: of an older start\n{STARTED}now: cmd\n{said}")
+    assert why_ended(tmp_path / "log", code) == reason
+    assert why_ended(tmp_path / "none", code) in ("", ": (killed, perhaps for want of memory: see dmesg)")
+
+
+def stub(tmp_path, text: str, **spec) -> dict:
+    (tmp_path / "stub.py").write_text(text)
+    return {"plain": {"command": ["{python}", str(tmp_path / "stub.py")], "flags": {"port": free_port()}, **spec}}
+
+
+def serve(tmp_path, servers: dict) -> subprocess.CompletedProcess:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"servers": servers}))
+    argv = [sys.executable, str(ROOT / "scripts/serve.py"), "--config", "run.yaml", "--role", "plain", "--log",
+            "logs/server.log"]
+    return subprocess.run(argv, cwd=tmp_path, text=True, capture_output=True, timeout=60)
+
+
+def test_serve_repeats_the_reason_of_a_server_that_does_not_start_and_of_one_that_dies_later(tmp_path):
+    dies = f"import os, signal, sys\nsys.stderr.write({CAPTURE_REFUSES!r})\nsys.stderr.flush()\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    done = serve(tmp_path, stub(tmp_path, dies))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "the server ended with code -9 before it was ready: sglang.srt.eagle3_capture.Refused: the radix cache is on" in done.stderr
+    assert done.stderr.rstrip().endswith("Add --disable-radix-cache. Read logs/server.log.")
+    later = """import http.server, os, sys, threading
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        threading.Timer(0.7, die).start()
+def die():
+    sys.stderr.write("ImportError: the patch was taken out\\n")
+    sys.stderr.flush()
+    os._exit(3)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+"""
+    done = serve(tmp_path, stub(tmp_path, later))
+    assert "plain ready at" in done.stdout
+    assert done.returncode == 2
+    assert "ended with code 3: ImportError: the patch was taken out. Read logs/server.log." in done.stderr
+
+
+def test_no_secret_of_the_run_file_is_in_what_serve_prints_or_in_the_servers_log(tmp_path):
+    tells = """import json, os, sys
+print(f"server_args={{'api_key': {sys.argv[2]!r}, 'command': {sys.argv!r}}}")
+print(json.dumps(dict(os.environ)))
+sys.exit("the token " + os.environ["HF_TOKEN"] + " is refused by the hub")
+"""
+    secrets = {"api-key": "sk-\"odd' key\\1", "HF_TOKEN": "hf_of_the_run"}
+    servers = stub(tmp_path, tells, env={"HF_TOKEN": secrets["HF_TOKEN"], "NCCL_ALGO": "Ring"})
+    servers["plain"]["flags"]["api-key"] = secrets["api-key"]
+    done = serve(tmp_path, servers)
+    log = (tmp_path / "logs" / "server.log").read_text()
+    for text in (done.stdout, done.stderr, log):
+        assert "hf_of_the_run" not in text and "odd" not in text, text
+    assert "--api-key" in done.stdout and "NCCL_ALGO=Ring" in done.stdout and "HF_TOKEN=" in done.stdout
+    assert "'api_key': '***'" in log and '"HF_TOKEN": "***"' in log
+    assert "the token *** is refused by the hub. Read" in done.stderr
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"command": "python3 -m sglang.launch_server"}, "servers.plain.command: must be a list of words"),
+    ({"command": ["/no/python"]}, "servers.plain: /no/python cannot be started (No such file or directory)"),
+    ({"flags": ["port"]}, "servers.plain.flags: must be `name: value` pairs, not a list"),
+    ({"env": "HF_TOKEN"}, "servers.plain.env: must be `name: value` pairs, not a str"),
+    ({"env": {"A": ["b"]}}, "servers.plain.env.A: must be one value"),
+    ({"flags": {"port": "http"}}, "--port http is no port"), ({"flags": {"port": 70000}}, "--port 70000 is no port"),
+    ({"flags": {"host": "no.such.host.invalid", "port": 30000}}, "cannot listen at no.such.host.invalid, port 30000"),
+    ({"flags": {"host": "192.0.2.1", "port": 30000}}, "cannot listen at 192.0.2.1, port 30000"),
+    ({"extends": ["plain"]}, "no such role in the run file"), ({"falgs": {}}, "unknown key ['falgs']"),
+])
+def test_every_bad_role_is_one_line(tmp_path, change, why):
+    servers = stub(tmp_path, "")
+    servers["plain"].update(change)
+    with pytest.raises(UserError) as caught:
+        start_server(servers, "plain", tmp_path / "log", 5)
+    assert why in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    with pytest.raises(UserError, match="no mapping of roles"):
+        start_server(["plain"], "plain", tmp_path / "log", 5)
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="log cannot be written there"):
+        start_server(stub(tmp_path, ""), "plain", tmp_path / "file" / "server.log", 5)
+
+
+def test_flags_are_read_as_argparse_reads_them_and_addresses_as_a_client_reaches_them():
+    assert flag_value(["x", "--port", "1", "--port=2"], "--port", "3") == "2"
+    assert flag_value(["x", "--port"], "--port", "3") == "3" == flag_value(["--ports", "1"], "--port", "3")
+    assert server_command({"a": {"env": {"A": None, "B": 1}, "command": ["x", 5]}}, "a") == (["x", "5"], {"B": "1"})
+    assert [url_of(host, 1) for host in ("0.0.0.0", "::", "::1", "h")] == [
+        "http://127.0.0.1:1", "http://[::1]:1", "http://[::1]:1", "http://h:1"]

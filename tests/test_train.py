@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, free_port, load_script, run_script
-from train_reference import learnable_samples, one_thread, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target
+from train_reference import learnable_samples, one_thread, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target  # noqa: F401
 from eagle3.batches import Sample, collate, pack, plan_epoch, split_samples
 from eagle3.checked import read_checked, response_mass
 from eagle3.checkpoints import checkpoints, repair
@@ -36,12 +36,6 @@ train = load_script("04_train")
 SHAPE = Shape(32, 4, 2, 8, 48, 97, 61, 1e-5, 50000.0, 4096)
 STEP_WEIGHTS = [1.0, 0.7, 0.3]
 K = len(STEP_WEIGHTS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -276,11 +270,14 @@ def test_run_leaves_what_the_contract_names(unbroken):
     contract = json.loads((ROOT / "configs/artifacts.json").read_text())["stages"]["04_train"]
     for pattern in contract["files"]:
         assert list(output.glob(pattern.replace("<step>", "*").rstrip("/"))), pattern
-    size = {"H": 32, "heads*d": 32, "kv_heads*d": 32, "2H": 64, "3H": 96, "I": 48, "Vd": 61}
+    size = {"H": 32, "heads*d": 32, "kv_heads*d": 32, "2H": 64, "A*H": 96, "I": 48, "Vd": 61}
     weights = load_file(output / "best/model.safetensors")
     assert {name: list(tensor.shape) for name, tensor in weights.items()} == {name: [size[n] for n in shape] for name, shape in contract["weights"].items()}
     assert {tensor.dtype for name, tensor in weights.items() if name != "d2t"} == {torch.bfloat16} and weights["d2t"].dtype == torch.int64
+    checkpoint = max(output.glob("checkpoint-*"))
+    assert sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()) == sorted(contract["checkpoint"])
     eagle3 = json.loads((output / "best/eagle3.json").read_text())
+    assert sorted(eagle3) == sorted(contract["eagle3.json"])
     assert eagle3["capture_layers"] == [2, 4, 6] and eagle3["config"] == json.loads((output / "best/config.json").read_text())
     prediction = eagle3["prediction"]
     verify, correct = (sum(numbers) for numbers in zip(*prediction["samples"].values()))

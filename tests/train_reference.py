@@ -1,18 +1,18 @@
 """For the tests of 04_train: a slow, obvious reference of EAGLE-3's training-time test, and run folders made of random numbers."""
-import contextlib
 import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
-@contextlib.contextmanager
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Matrices as small as these are five times slower on two threads where the cores are shared."""
+    """Of a test file that imports it. Matrices this small are five times slower on two threads where cores are shared."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +35,8 @@ def step(w, shape, token_embedding, hidden, position, context):
     """One call of the draft layer for one token. context: earlier (key, value) pairs it may see. Returns h', logits, its own (key, value), trace."""
     eps, group = shape.rms_norm_eps, shape.heads // shape.kv_heads
     attn, mlp = "midlayer.self_attn.", "midlayer.mlp."
-    x = torch.cat([rms_norm(token_embedding, w["midlayer.input_layernorm.weight"], eps), rms_norm(hidden, w["midlayer.hidden_norm.weight"], eps)])
+    x = torch.cat([rms_norm(token_embedding, w["midlayer.input_layernorm.weight"], eps),
+                   rms_norm(hidden, w["midlayer.hidden_norm.weight"], eps)])
     q = rotate((w[attn + "q_proj.weight"] @ x).view(shape.heads, -1), position, shape.rope_theta)
     k = rotate((w[attn + "k_proj.weight"] @ x).view(shape.kv_heads, -1), position, shape.rope_theta)
     v = (w[attn + "v_proj.weight"] @ x).view(shape.kv_heads, -1)
@@ -55,7 +56,8 @@ def ttt_losses(w, shape, embed, target_head, draft_ids, samples, steps, kind="ce
     """
     losses, right = {}, {}
     for s, sample in enumerate(samples):
-        ids, mask, aux, last = (sample[name] for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states"))
+        ids, mask, aux, last = (sample[name]
+                                for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states"))
         T, step_0 = len(ids), []
         for p in range(T - 1):
             hidden, own = w["fc.weight"] @ aux[p], []
@@ -69,14 +71,16 @@ def ttt_losses(w, shape, embed, target_head, draft_ids, samples, steps, kind="ce
                 if k == 0:
                     step_0.append(kv)
                     own = []
-                p_target = (target_head @ last[p + 1 + k]).softmax(-1)[draft_ids]  # of the whole vocabulary: what lies outside is lost
+                # of the whole vocabulary: what lies outside is lost
+                p_target = (target_head @ last[p + 1 + k]).softmax(-1)[draft_ids]
                 right[s, p, k] = bool(draft_ids[logits.argmax()] == ids[p + 2 + k])
                 if mask[p + 2 + k]:
                     log_q = logits.log_softmax(-1)
                     if kind == "lk":
                         losses[s, p, k] = -torch.minimum(p_target, log_q.exp()).sum().log()
                     else:
-                        losses[s, p, k] = -(p_target * log_q).sum() + (torch.special.xlogy(p_target, p_target).sum() if kind == "kl" else 0)
+                        losses[s, p, k] = -(p_target * log_q).sum() + (torch.special.xlogy(p_target, p_target).sum()
+                                                                       if kind == "kl" else 0)
     return losses, right
 
 
@@ -98,7 +102,8 @@ def random_sample(length: int, mask: str, target_head: torch.Tensor, rng: np.ran
     ids = torch.cat([torch.randint(len(target_head), (1,), generator=generator), greedy[:-1]])
     flip = torch.rand(length, generator=generator) < 0.1
     ids[flip] = torch.randint(len(target_head), (int(flip.sum()),), generator=generator)
-    return {"input_ids": ids.int(), "loss_mask": torch.from_numpy(random_mask(mask, length)), "aux_hidden_states": aux, "last_hidden_states": last}
+    return {"input_ids": ids.int(), "loss_mask": torch.from_numpy(random_mask(mask, length)), "aux_hidden_states": aux,
+            "last_hidden_states": last}
 
 
 def learnable_samples(embed: torch.Tensor, head: torch.Tensor, count: int, seed=1, prefix="r") -> dict[str, dict]:
@@ -118,17 +123,32 @@ def learnable_samples(embed: torch.Tensor, head: torch.Tensor, count: int, seed=
     return samples
 
 
-def write_target(folder: Path, vocab=97, hidden=32, heads=4, head_dim=8, intermediate=48, prefix="language_model.", dtype=torch.float32, seed=0) -> Path:
+def write_target(folder: Path, vocab=97, hidden=32, heads=4, head_dim=8, intermediate=48, prefix="language_model.",
+                 dtype=torch.float32, seed=0) -> Path:
     """A target of which only what 04 reads exists."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
-    text = {"hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": heads, "v_head_dim": head_dim, "intermediate_size": intermediate,
-            "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
+    text = {"hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": heads, "v_head_dim": head_dim,
+            "intermediate_size": intermediate,
+            "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 4096, "bos_token_id": 0,
+            "eos_token_id": 1}
     (folder / "config.json").write_text(json.dumps({"text_config": text}))
     save_file({f"{prefix}model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator).to(dtype),
                f"{prefix}model.norm.weight": torch.ones(hidden, dtype=dtype),
-               f"{prefix}lm_head.weight": (torch.randn(vocab, hidden, generator=generator) * 0.5).to(dtype)}, folder / "model.safetensors")
+               f"{prefix}lm_head.weight": (torch.randn(vocab, hidden, generator=generator) * 0.5).to(dtype)},
+               folder / "model.safetensors")
     return folder
+
+
+def write_learnable_run(root: Path, folders: dict[str, dict[str, tuple[int, int]]]) -> Path:
+    """A run folder with target/, vocab_mapping/ and folders of learnable samples: {folder: {prefix: (count, seed)}}."""
+    tensors = load_file(write_target(root / "target") / "model.safetensors")
+    embed, head = (tensors[f"language_model.{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
+    for folder, kinds in folders.items():
+        parts = [learnable_samples(embed, head, count, seed, prefix) for prefix, (count, seed) in kinds.items()]
+        write_hidden_states(root / folder, {name: sample for part in parts for name, sample in part.items()})
+    write_mapping(root / "vocab_mapping", np.arange(97), 97)
+    return root
 
 
 def write_mapping(folder: Path, draft_ids: np.ndarray, vocab: int) -> Path:
@@ -164,7 +184,8 @@ def write_index(folder: Path, rows: list[dict]) -> None:
 def write_hidden_states(folder: Path, samples: dict[str, dict], target="toy", layers="2,4,6") -> Path:
     rows = [write_sample(folder, name, tensors, target, layers) for name, tensors in sorted(samples.items())]
     hidden = next(iter(samples.values()))["last_hidden_states"].shape[1]
-    manifest = {"schema": 1, "stage": "03_extract", "capture_layers": [int(layer) for layer in layers.split(",")], "hidden_size": hidden, "target": target,
+    manifest = {"schema": 1, "stage": "03_extract", "capture_layers": [int(layer) for layer in layers.split(",")],
+                "hidden_size": hidden, "target": target,
                 "sglang_version": "0.5.23", "dtype": "float32", "counts": {"kept": len(rows), "dropped": {}}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     write_index(folder, rows)

@@ -90,8 +90,9 @@ def check_port(host, port):
 
 
 def stub_triton(sglang_folder):
-    """SGLang's own import stub for triton, which it installs by itself only on macOS. Loaded by path: `import sglang`
-    needs it already.
+    """SGLang's own import stub for triton, which it installs by itself only on macOS.
+
+    Loaded by path: `import sglang` needs it already.
     """
     spec = importlib.util.spec_from_file_location("sglang_platform_stubs", sglang_folder / "_platform_stubs.py")
     stubs = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -106,9 +107,10 @@ def stub_triton(sglang_folder):
 
 
 def stub_torchvision():
-    """SGLang imports InterpolationMode and `functional` for models that are not served here. Transformers must go on
-    believing that torchvision is absent, or it would build image processors on the stub: its answer is asked for, and
-    so cached, beforehand.
+    """SGLang imports InterpolationMode and `functional` for models that are not served here.
+
+    Transformers must go on believing that torchvision is absent, or it would build image processors on the stub: its
+    answer is asked for, and so cached, beforehand.
     """
     # Hides an installed one too: the usual wheel does not load beside a CPU build of torch
     sys.modules["torchvision"] = None
@@ -144,8 +146,10 @@ def prepare():
 
 
 def fork_instead_of_spawn():
-    """SGLang's scheduler and detokenizer begin as copies of this process. Spawned, as SGLang wants it for CUDA's
-    sake, each of them would import everything anew: 12 more seconds of processor time, 1 GB more of memory.
+    """SGLang's scheduler and detokenizer begin as copies of this process.
+
+    Spawned, as SGLang wants it for CUDA's sake, each of them would import everything anew: 12 more seconds of
+    processor time, 1 GB more of memory.
     """
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force=True)

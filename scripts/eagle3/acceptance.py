@@ -1,6 +1,4 @@
-"""What serving would accept: losses and accuracies of a drafter on held-out samples, and the walk of a greedy server
-over them.
-"""
+"""What serving would accept: losses and accuracies on held-out samples, and the walk of a greedy server over them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +19,8 @@ def walk(right: np.ndarray, start: int, end: int, steps: int, first: int) -> lis
     """Correct drafts of each verify step of a greedy server over the response tokens [start, end) of one sample.
 
     right (K, rows): row i is position first + i. The target itself emits token `start`; a verify step after token p +
-    1 drafts x[p+2], x[p+3], ... """
+    1 drafts x[p+2], x[p+3], ...
+    """
     accepted, p = [], max(start, 1) - 1
     while p + 2 < end:
         k = 0
@@ -34,9 +33,14 @@ def walk(right: np.ndarray, start: int, end: int, steps: int, first: int) -> lis
 
 @dataclass
 class Evaluation:
-    """metrics: loss_k, full_acc_k, cond_acc_k and accept_length; prediction: what eagle3.json keeps of it."""
-    metrics: dict
-    prediction: dict
+    """What a drafter does on some samples."""
+    metrics: dict  # loss_k, full_acc_k, cond_acc_k and accept_length
+    walks: dict  # {sample id: verify steps with 0, 1, ... correct drafts}
+
+    @property
+    def prediction(self) -> dict:
+        """What eagle3.json keeps of it."""
+        return predicted(self.walks)
 
 
 def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
@@ -48,8 +52,7 @@ def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
     K, draft_steps, world, device = args.ttt_steps, args.num_draft_steps, process.world, process.device
     bins = pack([sample.tokens for sample in samples], list(range(len(samples))), args.batch_tokens)
     bins = [[samples[i] for i in indices] for indices in bins[process.rank::world]]
-    sums = torch.zeros(K, 4, dtype=torch.float64, device=device)
-    histogram, walks = np.zeros(draft_steps + 1, np.int64), {}
+    sums, walks = torch.zeros(K, 4, dtype=torch.float64, device=device), {}
     reader = Reader(K, draft.shape, device.type == "cuda", len(samples))
     ttt_pass = choose_pass(draft).ttt_pass
     for _, loaded, _ in feed(bins, reader.load, args.num_workers, device, draft.dtype):
@@ -60,27 +63,24 @@ def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
         right = right.cpu().numpy()
         for sample, ((q0, q1), _) in zip(loaded.samples, loaded.batch.spans):
             accepted = walk(right[:, q0:q1], sample.start, sample.tokens, draft_steps, sample.rows(K)[0])
-            histogram += np.bincount(accepted, minlength=draft_steps + 1)
-            walks[sample.id] = [len(accepted), sum(accepted)]
-    histogram = torch.from_numpy(histogram).to(device)
+            walks[sample.id] = np.bincount(accepted, minlength=draft_steps + 1).tolist()
     if world > 1:
-        dist.all_reduce(sums), dist.all_reduce(histogram)
+        dist.all_reduce(sums)
     walks = {name: value for part in all_ranks(walks, process) for name, value in part.items()}
-    prediction = predicted(histogram.tolist(), walks)
     if not walks:
         raise UserError(f"none of the {len(samples)} validation samples could be read. See to the disk, then run the "
                         "same command again; it goes on from the last checkpoint.")
     counts = np.sum([sample.counts(K) for sample in samples if sample.id in walks], 0)
-    metrics = step_metrics(sums.cpu(), counts) | {"accept_length": prediction["accept_length"]}
-    return Evaluation(metrics, prediction)
+    metrics = step_metrics(sums.cpu(), counts) | {"accept_length": predicted(walks)["accept_length"]}
+    return Evaluation(metrics, walks)
 
 
-def predicted(histogram: list[int], walks: dict) -> dict:
-    """eagle3.json's `prediction`. histogram[n]: verify steps with n correct drafts; walks: {id: [verify steps,
-    correct drafts]}.
-    """
-    verify, correct, steps = sum(histogram), sum(k * n for k, n in enumerate(histogram)), len(histogram) - 1
-    by_position = [sum(histogram[j + 1:]) / max(1, verify) for j in range(steps)]
-    return {"num_steps": steps, "accept_length": 1 + correct / max(1, verify), "verify_steps": verify,
+def predicted(walks: dict[str, list[int]]) -> dict:
+    """eagle3.json's `prediction`. walks: as Evaluation's, of at least one sample."""
+    histogram = np.sum(list(walks.values()), 0).tolist()
+    samples = {name: [sum(own), sum(k * n for k, n in enumerate(own))] for name, own in sorted(walks.items())}
+    verify, correct = (sum(counted) for counted in zip(*samples.values()))
+    by_position = [sum(histogram[j + 1:]) / max(1, verify) for j in range(len(histogram) - 1)]
+    return {"num_steps": len(histogram) - 1, "accept_length": 1 + correct / max(1, verify), "verify_steps": verify,
             "correct_drafts": correct, "histogram": histogram, "accept_by_position": by_position,
-            "val_ids_file": "val_ids.json", "samples": dict(sorted(walks.items()))}
+            "val_ids_file": "val_ids.json", "samples": samples}

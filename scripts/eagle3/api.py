@@ -1,7 +1,8 @@
-"""Servers that answer, in four dialects: SGLang's /generate (ids in, ids out), and chat completions as SGLang and vLLM
-("openai"), Moonshot and OpenRouter speak them.
+"""Servers that answer, in four dialects.
 
-Whatever goes wrong with a request becomes one of four exceptions, and with it what happens next:
+SGLang's /generate (ids in, ids out), and chat completions as SGLang and vLLM ("openai"), Moonshot and OpenRouter
+speak them. Whatever goes wrong with a request becomes one of four exceptions, and with it what happens next:
+
     Drop       this sample cannot be used; the next one is asked
     Retry      this attempt failed; the sample is asked again, perhaps of another server
     Halt       the run ends, everything is kept (out of credit)
@@ -22,10 +23,14 @@ import httpx
 import openai
 
 from eagle3.budget import Halt
-from eagle3.responses import Answer, Drop, Question, printable, reasoning_of, text_calls
+from eagle3.masking import masked
+from eagle3.network import cause_of, client_for, parsed, proxy_for, tls_context
+from eagle3.responses import Answer, Drop, Question, content_of, printable, reasoning_of, text_calls
 from eagle3.stage import UserError, log
 from eagle3.tokens import TOOL_FORMS, Tokens
 
+NAMED = {"rate_limit_exceeded": 429, "insufficient_quota": 402, "invalid_api_key": 401, "model_not_found": 404,
+         "context_length_exceeded": 400, "invalid_request_error": 400}  # codes and types of errors that are words
 BUSY = {408, 409, 425, 429, 502, 503, 504, 520, 522, 524, 529}  # says nothing about the sample: no limit on attempts
 
 
@@ -49,11 +54,30 @@ def retry_after(headers) -> float | None:
         text = headers.get("retry-after")
         if text is None:
             return None
-        if re.fullmatch(r"\s*[\d.]+\s*", text):
+        if re.fullmatch(r"\s*[0-9.]+\s*", text):
             return float(text)
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
+
+
+def error_of(error: object, status: int | None = None) -> tuple[int, str]:
+    """(status, message) of the `error` in a body. status: HTTP's own; None where that was 200.
+
+    HTTP's own counts, but for a quota that is used up: OpenAI says 429, and no waiting mends it.
+    """
+    if not isinstance(error, dict):
+        return status or 500, printable(error)
+    told = [error.get(key) for key in ("code", "type", "status", "status_code")]
+    codes = [NAMED[word] for word in told if isinstance(word, str) and word in NAMED]
+    if status is None:
+        codes += [int(word) for word in told if re.fullmatch("[45][0-9][0-9]", str(word))]
+        status = codes[0] if codes else 500
+    elif 402 in codes:
+        status = 402
+    more = error.get("metadata")
+    raw = more.get("raw") if isinstance(more, dict) else None  # a gateway's provider, in its own words
+    return status, printable(": ".join(f"{text}" for text in (error.get("message"), raw) if text) or json.dumps(error))
 
 
 def refuse(status: int, message: str, headers, key_env: str | None):
@@ -64,9 +88,6 @@ def refuse(status: int, message: str, headers, key_env: str | None):
                            else "None was sent: name its variable with --api-key-env."))
     if status == 402:
         raise Halt(f"out of credit (402: {message}). Everything so far is kept; the same command goes on.", code=1)
-    if status == 404:
-        raise UserError(f"the server knows no such route or model (404: {message}). "
-                        "Check --base-url, --api and --model.")
     if status in BUSY:
         raise Retry(f"http_{status}", message, retry_after(headers), blame=False)
     if status >= 500 or status == 403:  # 403: refused by moderation or, at OpenRouter, a key whose limit is reached
@@ -83,12 +104,14 @@ class Server:
     CONNECTIONS = 8
 
     def __init__(self, url: str, key: str | None, concurrency: int, timeout: float, tls: ssl.SSLContext):
-        self.url, self.timeout, self.in_flight, self.failures = url, timeout, 0, 0  # failures: since its last answer
+        self.url, self.timeout, self.in_flight, self.failures = masked(url), timeout, 0, 0  # failures: since an answer
         self.down, self.down_until = False, 0.0  # before down_until (monotonic) it is left alone
         timeouts = httpx.Timeout(timeout, connect=20)
         self.clients = [openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=timeouts,
-                                           http_client=httpx.AsyncClient(verify=tls, timeout=timeouts))
+                                           http_client=client_for(url, tls, timeouts))
                         for _ in range(-(-concurrency // self.CONNECTIONS))]
+        for client in self.clients:  # what OPENAI_ORG_ID and OPENAI_PROJECT_ID say is not for this server
+            client.organization = client.project = None
         self.free = [client for client in self.clients for _ in range(self.CONNECTIONS)][:concurrency]
 
     async def close(self) -> None:
@@ -97,39 +120,46 @@ class Server:
 
     async def post(self, path: str, body: dict, key_env: str | None) -> dict:
         """The JSON object that came back with status 200 and no error in it. Raises Retry, Drop, Halt, UserError."""
-        client = self.free.pop(0)  # first in, first out spreads the requests over the clients
+        way = self.free.pop(0)  # first in, first out spreads the requests over the clients
         self.in_flight += 1
         try:
             async with asyncio.timeout(self.timeout):  # the client's own timeout starts anew with every byte
-                response = await client.post(path, cast_to=httpx.Response, body=body)
-            answer = json.loads(response.content)
+                response = await way.post(path, cast_to=httpx.Response, body=body)
         except TimeoutError:
             raise Retry("timeout", billed=True) from None
         except openai.APIStatusError as error:
             detail = error.body if isinstance(error.body, dict) else {}
-            detail = detail.get("error", detail)
-            message = detail.get("message") if isinstance(detail, dict) else detail
-            refuse(error.status_code, printable(message or error.response.text), error.response.headers, key_env)
+            status, message = error_of(detail.get("error", detail) or error.response.text, error.status_code)
+            refuse(status, message, error.response.headers, key_env)
         except openai.APITimeoutError as error:
             sent = not isinstance(error.__cause__, (httpx.ConnectTimeout, httpx.PoolTimeout))
-            raise Retry("timeout" if sent else "unreachable", repr(error.__cause__), blame=sent, billed=sent) from None
+            raise Retry("timeout" if sent else "unreachable", cause_of(error), blame=sent, billed=sent) from None
         except openai.APIConnectionError as error:
-            sent = not isinstance(error.__cause__, httpx.ConnectError)
-            kind = "connection_cut" if sent else "unreachable"
-            raise Retry(kind, repr(error.__cause__), blame=sent, billed=sent) from None
-        except ValueError as error:  # truncated JSON or broken UTF-8
-            raise Retry("bad_json", error, billed=True) from None
+            raise self.broken(error.__cause__) from None
+        except (ValueError, TypeError) as error:  # raised before anything is sent: what JSON cannot say
+            raise Drop("bad_prompt", f"cannot be sent: {error}") from None
         finally:
             self.in_flight -= 1
-            self.free.append(client)
+            self.free.append(way)
+        try:
+            answer = json.loads(response.content)
+        except (ValueError, RecursionError) as error:  # truncated JSON or broken UTF-8
+            raise Retry("bad_json", error, billed=True) from None
         if not isinstance(answer, dict):
             raise Retry("bad_json", f"not an object but {type(answer).__name__}", billed=True)
-        if error := answer.get("error"):  # some gateways send 200 and put the status here
-            error = error if isinstance(error, dict) else {"message": error}
-            code = error.get("code")
-            code = int(code) if str(code).isdigit() else 500
-            refuse(code, printable(error.get("message")), response.headers, key_env)
+        if answer.get("error"):  # some gateways send 200 and put the status here
+            refuse(*error_of(answer["error"]), response.headers, key_env)
         return answer
+
+    def broken(self, cause: BaseException | None) -> Retry:
+        """What a connection that failed means. Raises UserError where no second try would mend it."""
+        if isinstance(cause, UserError):  # a redirect
+            raise cause
+        if isinstance(cause, httpx.TooManyRedirects):
+            raise UserError(f"{self.url} redirects in a circle. Check --base-url.")
+        sent = not isinstance(cause, (httpx.ConnectError, httpx.ProxyError, httpx.LocalProtocolError,
+                                      httpx.UnsupportedProtocol))
+        return Retry("connection_cut" if sent else "unreachable", cause_of(cause), blame=sent, billed=sent)
 
 
 # ---- requests and answers ----
@@ -161,9 +191,10 @@ def read_native(body: dict, prompt_ids: list[int], tokens: Tokens) -> Answer:
     """Answer from SGLang's /generate. Raises Retry, Drop, UserError."""
     meta, ids = body.get("meta_info") or {}, body.get("output_ids")
     finish = meta.get("finish_reason") or {}
+    finish = finish if isinstance(finish, dict) else {"type": str(finish)}
     if finish.get("type") == "abort":
-        refuse(int(finish.get("status_code") or 500), str(finish.get("message")), {}, None)
-    if not isinstance(ids, list):
+        refuse(*error_of({**finish, "type": None}), {}, None)
+    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
         raise UserError(f"/generate gave no output_ids (fields {sorted(body)}). SGLang 0.5.10 to 0.5.23 gives them: "
                         "check --base-url.")
     if meta.get("prompt_tokens", len(prompt_ids)) != len(prompt_ids):
@@ -181,7 +212,7 @@ def read_chat(body: dict, api: str) -> Answer:
     """Answer from /chat/completions, whatever of it came. Raises Retry, Drop."""
     usage = body.get("usage") if isinstance(body.get("usage"), dict) else {}
     usage = {key: usage[key] for key in ("prompt_tokens", "completion_tokens", "cost")
-             if isinstance(usage.get(key), (int, float))} or None
+             if type(usage.get(key)) in (int, float) and 0 <= usage[key] < 1e12} or None
     try:
         choice = body["choices"][0]
         message, finish = choice["message"] or {}, choice.get("finish_reason") or "unknown"
@@ -189,15 +220,14 @@ def read_chat(body: dict, api: str) -> Answer:
             raise Retry("finish_error", billed=True)
         if finish == "content_filter":
             raise Drop("content_filter")
-        content, reasoning = message.get("content") or "", reasoning_of(message)
-        calls = message.get("tool_calls") or []
-        if isinstance(content, list):
-            content = "".join(part.get("text") or "" for part in content)
-        if not content and not calls and not (reasoning and finish == "length"):
-            raise Drop("empty")  # reasoning alone is kept only where the limit cut it
+        content, among_parts = content_of(message.get("content"))
+        reasoning = reasoning_of(message) or among_parts
+        calls = message.get("tool_calls") or [{"function": call} for call in [message.get("function_call")] if call]
+        if not content and not calls and not reasoning:
+            raise Drop("empty")
         calls = text_calls(calls)
-        if not isinstance(content, str) or not isinstance(finish, str):
-            raise TypeError(f"content is {type(content).__name__}, finish_reason {type(finish).__name__}")
+        if not isinstance(finish, str):
+            raise TypeError(f"finish_reason is {type(finish).__name__}")
     except Drop as drop:
         raise Drop(str(drop), drop.detail, usage) from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -217,18 +247,22 @@ class Service:
     version: str | None = None
 
 
-async def server_info(url: str, key: str | None, asks_sglang: bool) -> dict:
-    """/server_info of an SGLang; {} of any other server that answers. Raises ConnectionError."""
+async def server_info(url: str, key: str | None, tls: ssl.SSLContext, asks_sglang: bool) -> dict:
+    """/server_info of an SGLang; {} of any other server that answers. Raises ConnectionError, in words."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    proxy = proxy_for(parsed(url, "--base-url"))
+    through = f", through the proxy {masked(proxy)}" if proxy else ""
     try:
-        async with httpx.AsyncClient(timeout=20, headers=headers) as client:
-            response = await client.get(native_url(url) + "/server_info" if asks_sglang else url)
+        async with client_for(url, tls, httpx.Timeout(20), headers=headers) as asking:
+            response = await asking.get(native_url(url) + "/server_info" if asks_sglang else url)
         if response.status_code >= 500 and asks_sglang:  # a gateway whose SGLang is not up yet is no text API
-            raise ConnectionError(f"HTTP {response.status_code}")
+            raise ConnectionError(f"HTTP {response.status_code}{through}")
+        if response.status_code == 407:
+            raise ConnectionError(f"HTTP 407: the proxy wants a password{through}")
         info = response.json() if response.status_code == 200 and asks_sglang else {}
-    except httpx.TransportError as error:
-        raise ConnectionError(type(error).__name__) from None
-    except ValueError:  # a page, no JSON
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OverflowError) as error:
+        raise ConnectionError(printable(cause_of(error)) + through) from None
+    except (ValueError, RecursionError):  # a page, no JSON
         info = {}
     return info if isinstance(info, dict) and {"version", "served_model_name"} <= set(info) else {}
 
@@ -238,17 +272,6 @@ def native_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def host_of(url: str) -> str:
-    try:
-        parsed = httpx.URL(url)
-        host, scheme = parsed.host, parsed.scheme
-    except httpx.InvalidURL:
-        host = scheme = None
-    if scheme not in ("http", "https") or not host:
-        raise UserError(f"--base-url {url}: not an http(s) URL.")
-    return host
-
-
 async def discover(args, key: str | None) -> Service:
     """Ask every --base-url what it is. Raises UserError when no server answers, or when they are not alike."""
     if args.answers == "given":
@@ -256,19 +279,23 @@ async def discover(args, key: str | None) -> Service:
     if not args.base_url:
         raise UserError("no server: name at least one --base-url.")
     api, found, down = args.api, {}, {}  # url -> /server_info of an SGLang, or {}; url -> error
+    tls = tls_context()
     for url in args.base_url:
-        host = host_of(url)
+        host = parsed(url, "--base-url").host
         if api == "auto":
             api = next((name for name in ("openrouter", "moonshot") if name in host), "auto")
         try:
-            found[url] = await server_info(url, key, asks_sglang=api in ("auto", "sglang"))
+            found[url] = await server_info(url, key, tls, asks_sglang=api in ("auto", "sglang"))
         except ConnectionError as error:
             down[url] = str(error)
+    words = ", ".join(f"{masked(url)} ({error})" for url, error in down.items())
     if not found:
-        raise UserError(f"no server answers: {', '.join(f'{url} ({error})' for url, error in down.items())}. "
-                        "Start it or check --base-url and --api.")
+        hints = {"CERTIFICATE_VERIFY": " Name the file of its authority in SSL_CERT_FILE.",
+                 "the proxy": " Add its host to NO_PROXY if it needs no proxy."}
+        raise UserError(f"no server answers: {words}. Start it or check --base-url and --api."
+                        + "".join(hint for sign, hint in hints.items() if sign in words))
     if down:
-        log(f"not up yet, will be tried: {', '.join(down)}")
+        log(f"not up yet, will be tried: {words}")
     served = {(info.get("version"), info.get("served_model_name")) for info in found.values()}
     if api == "sglang" and (None, None) in served or api == "auto" and len(served) > 1:
         raise UserError("--base-url: not all of them are the same SGLang and model: "
@@ -277,7 +304,8 @@ async def discover(args, key: str | None) -> Service:
     if api == "auto":
         api = "sglang" if version else "openai"
     if version and args.model not in (None, model):
-        raise UserError(f"{next(iter(found))} serves {model}, not {args.model}. Give the served name as --model.")
+        raise UserError(f"{masked(next(iter(found)))} serves {model}, not {args.model}. "
+                        "Give the served name as --model.")
     model = model or args.model
     if not model:
         raise UserError("--model is needed: this API serves several models.")

@@ -10,35 +10,44 @@ import asyncio
 import os
 import random
 import signal
-import ssl
 import time
 from collections import Counter
 
+from eagle3.account import Account, fate_of
 from eagle3.api import Retry, Server, Service, check_template, read_chat, read_native, request_body
 from eagle3.budget import Amount, Budget, Halt
-from eagle3.prompts import Prompt, Source, mixed, read_prompts
-from eagle3.responses import Answer, Drop, Question, answer_row, drop_row, message_of, text_calls
+from eagle3.network import tls_context
+from eagle3.prompts import Prompt, mixed, read_prompts
+from eagle3.responses import Answer, Drop, Question, answer_row, content_of, drop_row, message_of, text_calls
+from eagle3.prompt_sources import Source
 from eagle3.stage import UserError, bar, log
-from eagle3.store import Store, cannot_write
+from eagle3.store import Store, cannot_write, writable
 from eagle3.tokens import Tokens, settle_ids
 
 PROBE_S = 2.0  # between two tries at a server that cannot be reached
+FRUITLESS = 20  # so many samples from the first one on, none of them answered in a usable way: it is not the samples
+BARE = 200  # so many answers, none of them with reasoning although thinking is on: its marks were lost on the way
+PROMPTS_FAULT = ("after_", "template", "not_utf8", "bad_prompt", "no_answer_")  # reasons that say nothing of the server
+
+
+def room_needed(args) -> int:
+    """Bytes of the answers that may be in flight at once, at 12 a token; 256 MB are enough to end in good order."""
+    return min(args.concurrency * args.max_tokens * 12, 256_000_000)
 
 
 def given_answer(message: dict | None) -> Answer:
     """The answer that stands in the prompt row itself (--answers given). Raises Drop."""
     if message is None:
         raise Drop("no_answer_given")
-    content = message.get("content") or ""
-    content = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    content, reasoning = content_of(message.get("content"))
     try:
         calls = text_calls(message.get("tool_calls") or [])
-    except (TypeError, KeyError, AttributeError) as error:
-        raise Drop("bad_prompt", repr(error)) from None
+    except Drop as drop:
+        raise Drop("bad_prompt", drop.detail) from None
     if not content and not calls:
         raise Drop("empty")
     finish = "tool_calls" if calls else "stop"
-    return Answer(content, message.get("reasoning_content"), calls, finish, None, provider="given")
+    return Answer(content, message.get("reasoning_content") or reasoning, calls, finish, None, provider="given")
 
 
 class Session:
@@ -53,12 +62,14 @@ class Session:
     def __init__(self, args, key: str | None, service: Service, tokens: Tokens, store: Store, sources: list[Source]):
         self.args, self.api, self.tokens, self.store = args, service.api, tokens, store
         self.budget, self.unpaid, self.halt = Budget(args, store), {}, None
-        tls = ssl.create_default_context()  # one for all clients
+        tls = tls_context()  # one for all clients
         self.servers = [Server(url, key, args.concurrency, args.timeout_s, tls) for url in service.urls]
-        self.prompts = read_prompts(sources, args)
+        self.account = Account(sources)
+        self.prompts = read_prompts(sources, args, self.account)
         self.n_rows = sum(1 for _ in mixed(sources, args.seed, shuffle=False))
         self.failed, self.errors = Counter(), Counter()  # kinds of error: of samples given up, of all attempts
-        self.n_prompts = self.n_answers = self.n_tokens = self.n_refused = 0
+        self.n_prompts = self.n_answers = self.n_tokens = 0
+        self.fruitless = Counter()  # why samples gave no row, until one of this folder did
         self.n_skipped = 0  # rows that cannot be asked
         self.n_old = 0  # prompts that an earlier session finished
         self.started, self.failing_since = time.monotonic(), None
@@ -75,6 +86,9 @@ class Session:
         while True:
             await asyncio.sleep(self.args.log_interval)
             self.progress()
+            if not self.halt and not writable(self.store.folder, room_needed(self.args)):
+                self.halt = Halt(f"{self.store.folder}: the disk is full but for what is in flight. Make room; "
+                                 "the same command goes on.", code=1)
 
     def progress(self) -> None:
         took = time.monotonic() - self.started
@@ -122,12 +136,19 @@ class Session:
     async def worker(self) -> None:
         try:
             for prompt in self.prompts:  # one iterator for all workers
-                if isinstance(prompt, dict):
-                    self.unpaid[prompt["id"]] = prompt
+                if prompt.drop:
+                    self.unpaid[prompt.drop["id"]] = prompt.drop
+                    if prompt.drop["reason"] != "duplicate":
+                        self.account.note(prompt.drop["reason"], prompt.drop["detail"], prompt.drop["id"])
+                    self.account.settle(prompt.source, ["dropped"])
                     self.n_skipped += 1
                     self.bar.total = self.total
                 else:
-                    await self.converse(prompt)
+                    fates = ["not_answered"] * len(prompt.turns)
+                    try:
+                        await self.converse(prompt, fates)
+                    finally:
+                        self.account.settle(prompt.source, fates)
                     if self.halt:
                         return
                     self.n_prompts += 1
@@ -136,23 +157,29 @@ class Session:
         except (Halt, UserError) as error:  # the other workers finish what is in flight and paid for
             self.halt = self.halt or error
 
-    async def converse(self, prompt: Prompt) -> None:
-        """All turns of one prompt in order; those on the disk are read, not asked."""
+    async def converse(self, prompt: Prompt, fates: list[str]) -> None:
+        """All turns of one prompt in order; those on the disk are read, not asked.
+
+        What became of each goes to `fates`.
+        """
         ids = [f"{prompt.id}-t{turn}" for turn in range(len(prompt.turns))]
         if all(map(self.store.knows, ids)):
+            fates[:] = [fate_of(self.store.dropped.get(row_id, {})) for row_id in ids]
             self.n_old += 1
             return
         messages, ended = [], None  # ended: why no later turn can follow
-        for row_id, (before, given) in zip(ids, prompt.turns):
-            messages = messages + before
-            if self.store.knows(row_id):
-                row = self.store.row(row_id)
+        for turn, (before, given) in enumerate(prompt.turns):
+            messages = messages + [self.tokens.with_structure(message) for message in before]
+            if self.store.knows(ids[turn]):
+                row = self.store.row(ids[turn])
             else:
-                question = Question(row_id, prompt.source, messages, prompt.tools)
+                question = Question(ids[turn], prompt.source_name, messages, prompt.tools)
                 row, reserved = await self.turn(question, given, ended)
                 if row is None:
                     return
                 await self.keep(row, reserved)
+            fates[turn] = fate_of(row)
+            self.look_at_start(row)
             if "reason" in row:
                 ended = ended or "after_dropped_turn"
                 continue
@@ -162,6 +189,8 @@ class Session:
 
     async def keep(self, row: dict, reserved: Amount | None) -> None:
         """Write what was paid for, then settle it; a drop row that cost nothing waits for the end. Raises Halt."""
+        if "reason" in row:
+            self.account.note(row["reason"], row["detail"], row["id"])
         if "reason" in row and reserved is None:
             self.unpaid[row["id"]] = row
             return
@@ -173,6 +202,26 @@ class Session:
             raise Halt(cannot_write(self.store.folder, error), code=1) from None
         if reserved is not None:
             await self.budget.settle(reserved, row)
+
+    def look_at_start(self, row: dict) -> None:
+        """Raises UserError when from the first sample on none was answered usefully, or none with reasoning."""
+        given, n_rows = self.args.answers == "given", self.store.n_rows
+        if n_rows:
+            bare = sum(n for (_, how), n in self.store.thought.items() if how == "bare")
+            if self.args.thinking == "on" and self.tokens.think is not None and bare == n_rows >= BARE:
+                raise UserError(
+                    f"thinking is on, and not one of {n_rows} answers holds reasoning"
+                    + (". Use --thinking off" if given
+                       else ": it was lost, or stands unmarked among the words. Start the "
+                       "server with the target's reasoning parser, or use --thinking off")
+                    + ", and another --output-dir: these rows are not to be trained on.")
+        elif not given and not row["reason"].startswith(PROMPTS_FAULT):
+            self.fruitless[row["reason"]] += 1
+            if self.fruitless.total() >= FRUITLESS:
+                urls = ", ".join(server.url for server in self.servers)
+                raise UserError(f"{urls} refuses every request or answers it uselessly: {dict(self.fruitless)}; the "
+                                f"last: {row['reason']}: {row['detail']}. Check --model, --max-tokens, --thinking and "
+                                "--api.")
 
     async def turn(self, question: Question, given: dict | None,
                    ended: str | None) -> tuple[dict | None, Amount | None]:
@@ -214,6 +263,9 @@ class Session:
                     await check_template(server, self.args, self.tokens, messages, tools)
                     self.checked.add(kind)
                 except Drop as drop:  # the next prompt of this kind is tried
+                    if str(drop) == "http_404":
+                        raise UserError(f"{server.url}: no chat route to compare the template with (404: "
+                                        f"{drop.detail}). Check --base-url, or pass --no-check-template.") from None
                     log(f"template not compared with the chat route of {server.url}: {drop} {drop.detail}")
                     return
                 except Retry as retry:
@@ -244,10 +296,9 @@ class Session:
                     answer = read_chat(answer, self.api)
             except Drop as drop:
                 answer = drop
-                if str(drop).startswith("http_"):  # refused: nothing was paid
+                if str(drop).startswith("http_") or str(drop) == "bad_prompt":  # refused, or not sent: nothing was paid
                     await self.budget.settle(reserved)
                     reserved = None
-                    self.note_refusal(server, drop)
             except Retry as retry:
                 await self.budget.settle(reserved, billed=retry.billed)
                 attempts, blamed = attempts + 1, blamed + retry.blame
@@ -268,19 +319,15 @@ class Session:
 
     def pause(self, server: Server, error: Retry, attempts: int) -> float:
         """Seconds to the next attempt. What a server asked for counts for that server; another may be asked sooner."""
-        pause = min(60.0, self.args.backoff_s * 2 ** (attempts - 1)) * random.uniform(0.5, 1.0)
+        pause = min(60.0, self.args.backoff_s * 2 ** min(attempts - 1, 16)) * random.uniform(0.5, 1.0)
         if error.after is not None:
             now = time.monotonic()
-            server.down_until = max(server.down_until, now + error.after)
+            patience = self.args.outage_s - (now - (self.failing_since or now))  # then one more try decides
+            after = min(error.after, max(0.0, patience) + 0.1)
+            server.down_until = max(server.down_until, now + after)
             if all(other.down or other.down_until > now for other in self.servers):
-                pause = error.after * random.uniform(1.0, 1.1)
+                pause = after * random.uniform(1.0, 1.1)
         return pause
-
-    def note_refusal(self, server: Server, drop: Drop) -> None:
-        self.n_refused += 1
-        if self.n_refused >= 20 and not self.n_answers and not self.store.done:
-            raise UserError(f"{server.url} refuses every request ({drop}: {drop.detail}). "
-                            "Check --model, --max-tokens and --api.") from None
 
     def give_up(self, error: Retry) -> Drop:
         """Of one sample. Raises Halt when these have become too many."""
@@ -307,7 +354,8 @@ class Session:
         self.failing_since = self.failing_since or now
         if now - self.failing_since > self.args.outage_s:
             urls = ", ".join(server.url for server in self.servers)
-            raise UserError(f"{urls}: no answer for {self.args.outage_s:.0f} s (last: {kind}). "
+            waits = f", it asks to wait {error.after:,.0f} s" if error.after else ""
+            raise UserError(f"{urls}: no answer for {self.args.outage_s:.0f} s (last: {kind}: {error.detail}{waits}). "
                             "Start the server or check --base-url; the same command goes on from here.")
 
     async def pick(self, retry: bool) -> Server | None:

@@ -1,6 +1,8 @@
 """From samples on the disk to packed batches, and which samples make up which step.
- Shapes: B samples packed one after the other, C context rows, R query rows (those that carry loss in some TTT step:
-the tail of each sample), H hidden, A aux states. """
+
+Shapes: B samples packed one after the other, C context rows, R query rows (those that carry loss in some TTT step:
+the tail of each sample), H hidden, A aux states.
+"""
 from __future__ import annotations
 
 import hashlib
@@ -41,10 +43,10 @@ class Sample:
 
 @dataclass
 class Batch:
-    """Samples packed one after the other. Row c of a sample stands for its position p = c; its last rows are its
-    query rows.
+    """Samples packed one after the other.
 
-    What TTT step k needs at query row r is row r + k of last, labels, mask, mass: a shift, as long as k < rows_left.
+    Row c of a sample stands for its position p = c; its last rows are its query rows. What TTT step k needs at query
+    row r is row r + k of last, labels, mask, mass: a shift, as long as k < rows_left.
     """
     aux: torch.Tensor  # (C, A*H) of position p
     next_ids: torch.Tensor  # (C,) x[p+1]
@@ -149,8 +151,9 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
 
 # ---- the plan: which samples make up which step, on any number of ranks ----
 def split_samples(samples: list[Sample], ratio: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one. At least one
-    sample validates, unless ratio is 0.
+    """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one.
+
+    At least one sample validates, unless ratio is 0.
     """
     ranked = sorted(samples, key=lambda sample: hashlib.sha256(f"{seed}:{sample.id}".encode()).hexdigest())
     held_out = max(1, round(ratio * len(ranked))) if ratio else 0
@@ -174,8 +177,10 @@ def pack(lengths: list[int], order: list[int], capacity: int, open_bins: int = O
 
 
 def seen_in_epoch(weights: list[float], seed: int, epoch: int) -> list[int]:
-    """Indices of samples, each as often as its weight says: whole copies, and a seeded share of the samples once more
-    (weight 2.25: each twice, a quarter of them thrice). The next epoch's share begins where this one's ends.
+    """Indices of samples, each as often as its weight says.
+
+    That is: whole copies, and a seeded share of the samples once more (weight 2.25: each twice, a quarter of them
+    thrice). The next epoch's share begins where this one's ends.
     """
     order = []
     for weight in sorted(set(weights)):
@@ -202,8 +207,9 @@ def plan_epoch(samples: list[Sample], capacity: int, bins_per_step: int, seed: i
 
 
 def add_noise(batch: Batch, std: float, seed: str) -> None:
-    """EAGLE's noise on the input states (arXiv 2401.15077, its code): uniform, (u - 1/2) * std * 512 / T, the same on
-    any rank.
+    """EAGLE's noise on the input states (arXiv 2401.15077, its code): uniform, (u - 1/2) * std * 512 / T.
+
+    seed: the same on any rank.
     """
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
     generator = torch.Generator(batch.aux.device).manual_seed(number)

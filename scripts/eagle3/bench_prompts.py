@@ -5,10 +5,12 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Mapping
 
 from eagle3.responses import part_files, read_jsonl
 from eagle3.stage import UserError
+from eagle3.target import text_config
+from eagle3.tokens import load_tokenizer
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "bench_prompts"
 # name -> (dataset on the hub, configuration, split, column with the question or the list of turns)
@@ -28,7 +30,9 @@ def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
     The tokenizer is loaded only when something has to be rendered. Raises UserError.
     """
     rows = wanted_rows(args)
-    tokenizer = load_tokenizer(tokenizer_path) if any("prompt_ids" not in row for row in rows) else None
+    tokenizer = None
+    if any("prompt_ids" not in row for row in rows):
+        tokenizer = load_tokenizer(tokenizer_path, args.trust_remote_code)
     prompts = []
     for row in rows:
         about = {"id": row["id"], "source": row["source"]}
@@ -44,6 +48,24 @@ def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
         raise UserError(f"prompts: the id {name!r} stands more than once. "
                         "Ids must differ over all --prompts and --dataset.")
     return prompts
+
+
+def check_ids(prompts: list[dict], folders: list) -> None:
+    """An id that the target does not have would end SGLang's scheduler, and the run.
+
+    folders: of models; the first that is here and has a config.json tells how many tokens the target has. Raises
+    UserError.
+    """
+    here = [Path(folder) for folder in folders if folder and (Path(folder) / "config.json").is_file()]
+    vocabulary = text_config(here[0]).get("vocab_size") if here else None
+    for prompt in prompts:
+        ids, where = prompt["prompt_ids"], f"prompts of {prompt['source']}: prompt_ids of {prompt['id']!r}"
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+            raise UserError(f"{where} must be a list of at least one token id.")
+        if min(ids) < 0 or vocabulary and max(ids) >= vocabulary:
+            odd = min(ids) if min(ids) < 0 else max(ids)
+            raise UserError(f"{where} hold {odd}; the target's ids are 0 to {(vocabulary or 0) - 1}. Use prompts of "
+                            "this target." if vocabulary else f"{where} hold {odd}, which is no token id.")
 
 
 def wanted_rows(args: argparse.Namespace) -> list[dict]:
@@ -69,8 +91,9 @@ def wanted_rows(args: argparse.Namespace) -> list[dict]:
 
 
 def prompts_of_training(args: argparse.Namespace) -> None:
-    """--doctor without prompts: those of the samples that training's prediction is about; where training validated on
-    none (04's --val-ratio 0), some of those it was trained on.
+    """The prompts of --doctor without prompts: those of the samples that training's prediction is about.
+
+    Where training validated on none (04's --val-ratio 0): some of those that it was trained on.
     """
     args.prompts, args.ids = [args.run_dir / "responses"], args.ids or args.draft_path.parent / "val_ids.json"
     if not read_ids(args.ids):
@@ -80,8 +103,8 @@ def prompts_of_training(args: argparse.Namespace) -> None:
 def read_ids(path: Path) -> set[str]:
     try:
         text = path.read_text()
-    except OSError as error:
-        raise UserError(f"--ids: {path} is not readable ({error.strerror}).") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"--ids: {path} is not readable ({getattr(error, 'strerror', None) or error}).") from None
     try:
         return set(json.loads(text)["ids"])
     except (ValueError, TypeError, KeyError):
@@ -128,14 +151,6 @@ def rows_of_dataset(spec: str) -> Iterator[dict]:
 
 
 # ---- rendering ----
-def load_tokenizer(path: str):
-    from transformers import AutoTokenizer  # here: it takes seconds to import
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=True)
-    except Exception as error:  # a remote-code tokenizer can raise anything
-        raise UserError(f"--tokenizer {path}: {' '.join(str(error).split())[:300]}") from None
-
-
 def render(tokenizer, row: dict, mode: str) -> list[int]:
     """Token ids of the prompt in the target's own turn format. Raises UserError.
 
@@ -145,7 +160,8 @@ def render(tokenizer, row: dict, mode: str) -> list[int]:
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False,
                                             thinking=mode == "on", enable_thinking=mode == "on")
-        return list(map(int, ids))
+        ids = ids["input_ids"] if isinstance(ids, Mapping) else ids  # a tokenizer's own code may ignore return_dict
+        return [int(token) for token in (ids[0] if len(ids) and isinstance(ids[0], list) else ids)]
     except Exception as error:  # templates raise what they like
         raise UserError(f"prompts of {row['source']}: the chat template refuses {row['id']!r} "
                         f"({' '.join(str(error).split())[:300]}).") from None

@@ -49,7 +49,7 @@ class Budget:
         limits = (args.max_tokens_total, args.max_cost_usd)
         self.limits = Amount(*(UNBOUNDED if limit is None else limit for limit in limits))
         self.file = os.open(store.folder / ".unsettled", os.O_RDWR | os.O_CREAT, 0o644)
-        self.lost = Amount(*struct.unpack("<2d", os.pread(self.file, 16, 0) or bytes(16)))
+        self.lost = Amount(*struct.unpack("<2d", os.pread(self.file, 16, 0).ljust(16, b"\0")))
         self.reserved, self.changed = NOTHING, asyncio.Condition()
         self.rate: float | None = None  # $ per answer token, learnt
         self.save()

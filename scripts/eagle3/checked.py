@@ -1,5 +1,6 @@
 """Every sample is read whole and checked once before training; what is found is kept in <output>/checked/.
- A file of checked/ holds CHECK_CHUNK samples of the index: `mass` of their response tokens, one after the other, and
+
+A file of checked/ holds CHECK_CHUNK samples of the index: `mass` of their response tokens, one after the other, and
 in the metadata a record each: {"id", "problem"} or {"id", "problem": null, "tokens", "spans": [[first, end of the
 response]], "agreed", "predicted"}.
 
@@ -34,10 +35,10 @@ NO_LOSS = "no response token within --max-seq-len"
 
 @torch.no_grad()
 def response_mass(tensors: dict, start: int, head: torch.Tensor, draft_ids: torch.Tensor):
-    """mass (T - S,): the target's probability inside the draft vocabulary where each response token was predicted;
-    how many of them are the target's argmax; how many were predicted.
+    """(mass (T - S,), how many response tokens are the target's argmax, how many were predicted).
 
-    head (Vt, H), draft_ids (Vd,).
+    mass: the target's probability inside the draft vocabulary where each response token was predicted. head (Vt, H),
+    draft_ids (Vd,).
     """
     begin = max(start, 1)  # token 0 is predicted by nothing
     last, ids = tensors["last_hidden_states"][begin - 1:-1], tensors["input_ids"][begin:].long()
@@ -55,8 +56,9 @@ def other_target(folder: Path, agreement: float) -> UserError:
 
 
 def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, workers: int) -> None:
-    """Read this rank's share of the files once, and keep what is found in `cache`. inputs: of its facts, index, target
-    and draft_ids (`sources.Source`, `inputs.Inputs`).
+    """Read this rank's share of the files once, and keep what is found in `cache`.
+
+    inputs: of its facts, index, target and draft_ids (`sources.Source`, `inputs.Inputs`).
     """
     cache.mkdir(exist_ok=True, parents=True)
     index, norm = inputs.index, inputs.target.final_norm()
@@ -105,8 +107,9 @@ def in_order(rows: list, submit, ahead: int):
 
 
 def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
-    """(samples, problems {id: reason}, (response tokens that are the target's argmax, those predicted)). Raises
-    UserError.
+    """(samples, problems {id: reason}, (response tokens that are the target's argmax, those predicted)).
+
+    Raises UserError.
     """
     samples, problems, agreed, predicted = [], {}, 0, 0
     for start in range(0, len(index), CHECK_CHUNK):

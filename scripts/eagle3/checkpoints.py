@@ -1,9 +1,10 @@
-"""What 04 writes into its output folder: checkpoints and best/. A kill between any two steps is mended, and damage to
-what was written is found.
+"""What 04 writes into its output folder: checkpoints and best/.
+
+A kill between any two steps is mended, and damage to what was written is found.
 
 checkpoint-<step>/ holds the drafter as SGLang loads it (config.json, model.safetensors, eagle3.json) and
-training_state/ beside it; best/ is a copy of the best one without that state. training_state/SHA256SUMS names all that
-was written (`sha256sum -c training_state/SHA256SUMS` in the checkpoint's folder checks it, too).
+training_state/ beside it; best/ is a copy of the best one without that state. training_state/SHA256SUMS names all
+that was written (`sha256sum -c training_state/SHA256SUMS` in the checkpoint's folder checks it, too).
 """
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def writing(output: Path):
             if OWN_FOLDER.fullmatch(temporary.name):
                 shutil.rmtree(temporary, ignore_errors=True)
         reason = " ".join(str(error).split())
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or re.search(r"os error (28|122)\b", reason)
+        number = getattr(error, "errno", None) or int((re.search(r"os error (\d+)", reason) or [0, 0])[1])
+        full = number in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Make room" if full else "See to that disk"
         raise UserError(f"{output}: could not be written to ({reason}). The checkpoints there are untouched. "
                         f"{remedy}, then run the same command again; it goes on from the last one.") from None
@@ -131,6 +133,7 @@ def save_checkpoint(args, trainer, inputs, provenance: dict, state: dict) -> Non
         exported = trainer.draft.export(trainer.average, getattr(torch, args.export_dtype))
         save_file(exported, temporary / "model.safetensors", {"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(inputs.config_json, indent=1) + "\n")
+        provenance = provenance | {"weights_sha256": sha256_file(temporary / "model.safetensors")}
         (temporary / "eagle3.json").write_text(json.dumps(provenance, indent=1) + "\n")
         save_file(trainer.tensors(), temporary / STATE_TENSORS)
         (temporary / STATE).write_text(json.dumps({"step": step, **state}) + "\n")
@@ -143,8 +146,9 @@ def save_checkpoint(args, trainer, inputs, provenance: dict, state: dict) -> Non
 
 
 def superseded(output: Path, step: int, keep: int) -> list[Path]:
-    """Checkpoints that may go once that of `step` is there: all but the last `keep`; those of a SIGTERM do not count,
-    so that the others are the same whether there was one or not.
+    """Checkpoints that may go once that of `step` is there: all but the last `keep`.
+
+    Those of a SIGTERM do not count, so that the others are the same whether there was one or not.
     """
     found = [path for other, path in checkpoints(output) if other <= step]
     regular = [path for path in found if not cut_short(path)]
@@ -229,8 +233,9 @@ def load_checkpoint(folder: Path, trainer) -> dict:
 
 
 def set_aside(found: Found) -> None:
-    """Damaged checkpoints become checkpoint-<step>.damaged: they are looked at no more, and stay until someone removes
-    them.
+    """Damaged checkpoints become checkpoint-<step>.damaged.
+
+    They are looked at no more, and stay until someone removes them.
     """
     for folder in found.damaged:
         aside = folder.with_name(folder.name + ".damaged")
@@ -239,8 +244,10 @@ def set_aside(found: Found) -> None:
 
 
 def restore_best(output: Path, best: dict | None) -> dict | None:
-    """best/ as `best` ({"step", "accept_length"}) says, and what it then is: None where the checkpoint that it would be
-    made of is gone, since a later one that is damaged now was better: that one is made again.
+    """best/ as `best` ({"step", "accept_length"}) says, and what it then is.
+
+    None where the checkpoint that it would be made of is gone, since a later one that is damaged now was better: that
+    one is made again.
     """
     if best and best_step(output) != best["step"] and not (output / f"checkpoint-{best['step']}").exists():
         return None

@@ -16,11 +16,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from eagle3.responses import part_files, read_jsonl
-from eagle3.stage import UserError
+from eagle3.sglang_draft import (ARCHITECTURE, Loaded, aux_states, completed, is_llama, loaded, norms, wanted,
+                                 weight_files)
+from eagle3.stage import UserError, sha256_file
 from eagle3.target import Target, captured_layers, text_config
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-HARMLESS = {"t2d", "embed_tokens.weight"}  # tensors that other exporters add, and SGLang takes or leaves
+NORM_TENSORS = ("fc_norm.", "input_norm.", "aux_norm_")
+OF_THE_WEIGHTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                  "vocab_size", "draft_vocab_size", "rms_norm_eps", "hidden_act", "attention_bias", "bias")
 Found = tuple[str, str] | None
 
 
@@ -35,13 +39,32 @@ class Facts:
                  prompts: list[dict]):
         """provenance: the drafter's eagle3.json; server: what the speculative one tells. Raises UserError."""
         self.config, self.provenance = json.loads((draft_path / "config.json").read_text()), provenance
-        self.weights = draft_path / "model.safetensors"
-        try:
-            with safe_open(self.weights, "np") as file:
-                self.shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
-        except (OSError, SafetensorError) as why:
-            raise UserError(f"--doctor: {self.weights} is not readable ({why}). Export or copy it again.") from None
+        self.folder_path, self.files = draft_path, weight_files(draft_path)
+        self.tensors, self.holders = {}, {}  # shape and file of each tensor
+        for path in self.files if self.files and self.files[0].suffix == ".safetensors" else ():
+            try:
+                with safe_open(path, "np") as file:
+                    for name in file.keys():
+                        self.tensors[name], self.holders[name] = file.get_slice(name).get_shape(), path
+            except (OSError, SafetensorError) as why:
+                raise UserError(f"--doctor: {path} is not readable ({why}). Export or copy it again.") from None
         self.prompts, self._server, self._run_dir = prompts, server, run_dir
+
+    @functools.cached_property
+    def loaded(self) -> Loaded:
+        """The tensors as this server loads them."""
+        if not is_llama(self.config):
+            self.lacks(f"config.json names {self.config.get('architectures')}; the doctor knows {ARCHITECTURE}")
+        if not self.tensors:
+            self.lacks("its weights are no safetensors")
+        version = (self._server or {}).get("version")
+        with contextlib.suppress(UserError):  # a version without numbers: read as the newest
+            return loaded(self.tensors, self.config, version)
+        return loaded(self.tensors, self.config)
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return self.loaded.shapes
 
     @property
     def eagle_config(self) -> dict:
@@ -50,10 +73,9 @@ class Facts:
     @functools.cached_property
     def d2t(self) -> np.ndarray:
         """(Vd,) int64, as SGLang reads it: offsets."""
-        if "d2t" not in self.shapes:
-            self.lacks("the drafter has no d2t")
-        with safe_open(self.weights, "np") as file:
-            return file.get_tensor("d2t")
+        name = next((name for name in self.tensors if "d2t" in name), None) or self.lacks("the drafter has no d2t")
+        with safe_open(self.holders[name], "np") as file:
+            return file.get_tensor(name).astype(np.int64)
 
     @property
     def server(self) -> dict:
@@ -111,51 +133,85 @@ def check_eagle_config(facts: Facts) -> Found:
         if served_layers(facts) == facts.trained("capture_layers"):
             return None  # the defaults are the trained layers
         where += f", so the default layers {served_layers(facts)} are fed"
+    if LAYER_IDS not in json.dumps(facts.config) and "capture_layers" not in facts.provenance:
+        facts.lacks(f"{where}; eagle3.json has no `capture_layers` to hold against that")
     return f"{where}.", "Put it under `eagle_config`."
 
 
 def check_head_dim(facts: Facts) -> Found:
     heads, hidden = facts.config["num_attention_heads"], facts.config["hidden_size"]
-    rows, given = facts.shapes["midlayer.self_attn.q_proj.weight"][0], facts.config.get("head_dim")
+    rows, given = facts.shapes["layers.0.self_attn.q_proj.weight"][0], facts.config.get("head_dim")
     if (given or hidden // heads) * heads != rows:
         said = f"says head_dim {given}" if given else f"has no head_dim, so {hidden // heads} is taken"
         return f"config.json {said}, the weights have {rows // heads} a head.", f"Write head_dim {rows // heads}."
 
 
+def rope_of(config: dict) -> tuple[str, float, dict]:
+    """(kind, theta, what else a scaled one hangs on) as transformers 4 or 5 write them."""
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    theta = given.pop("rope_theta", config.get("rope_theta") or 10000)
+    given.pop("type", None)
+    return kind, theta, given if kind != "default" else {}
+
+
 def check_rope(facts: Facts) -> Found:
-    config = facts.config
-    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000))
-    if kind != "default":
-        return f"config.json asks for {kind} RoPE; the draft is trained with plain RoPE.", "Remove rope_scaling."
-    trained = facts.trained("config").get("rope_theta", 10000)
-    if theta != trained:
-        return f"rope_theta is {theta:g}, it was trained with {trained:g}.", f"Write rope_theta {trained:g}."
+    (kind, theta, rest), (old_kind, old_theta, old_rest) = map(rope_of, (facts.config, facts.trained("config")))
+    if (kind, rest) != (old_kind, old_rest):
+        return (f"config.json asks for {kind} RoPE {rest or ''}; the draft is trained with "
+                f"{'plain' if old_kind == 'default' else old_kind} RoPE {old_rest or ''}".rstrip() + ".",
+                "Remove rope_scaling." if old_kind == "default" else "Write the trained one.")
+    if theta != old_theta:
+        return f"rope_theta is {theta:g}, it was trained with {old_theta:g}.", f"Write rope_theta {old_theta:g}."
 
 
 def check_max_positions(facts: Facts) -> Found:
     served = facts.server["context_length"] or text_config(facts.target)["max_position_embeddings"]
-    has = facts.config.get("max_position_embeddings", 2048)  # transformers' default
+    has, scaling = facts.config.get("max_position_embeddings", 2048), facts.config.get("rope_scaling") or {}
+    if "original_max_position_embeddings" not in scaling and scaling.get("rope_type") != "llama3":
+        has = int(has * scaling.get("factor", 1))  # as SGLang's get_context_length
     if has < served:
         return (f"max_position_embeddings is {has}, the server takes contexts of {served}.",
                 f"Write at least {served} (the weights do not depend on it), or serve with --context-length {has}.")
 
 
 def check_embedding(facts: Facts) -> Found:
-    if facts.config.get("tie_word_embeddings"):
+    config = facts.config
+    if config.get("tie_word_embeddings") and ("lm_head.weight" in facts.tensors or "d2t" in facts.shapes):
         return "tie_word_embeddings is true: its lm_head is overwritten by the embedding.", "Write false."
-    given, hidden = facts.config.get("target_hidden_size"), facts.config["hidden_size"]
-    if given is not None and given != hidden:
+    given, hidden = config.get("target_hidden_size"), config["hidden_size"]
+    if given is not None and given != hidden and "embed_tokens.weight" not in facts.shapes:  # it may bring its own
         return (f"target_hidden_size {given} differs from hidden_size {hidden}, so SGLang does not share the target's "
                 "embedding.", "Remove target_hidden_size.")
 
 
 def check_norm_flags(facts: Facts) -> Found:
-    found = [key for key in ("norm_output", "norm_before_fc", "norm_before_residual")
-             if facts.config.get(key) or facts.eagle_config.get(key)]
-    if found:
-        return f"config.json sets {', '.join(found)}; the draft is trained without.", "Remove it."
+    """The norms that SGLang will compute against the tensors that are there and against training."""
+    config, eagle, served = facts.config, facts.eagle_config, norms(facts.config)
+    if config.get("norm_before_residual") or eagle.get("norm_before_residual"):
+        return "config.json sets norm_before_residual, which SGLang ignores in silence.", "Train without it."
+    lost = [key for key in ("fc_norm", "norm_output") if eagle.get(key) and not config.get(key)]
+    if lost:
+        return f"eagle_config sets {', '.join(lost)}, which SGLang reads at the top of config.json.", "Move it there."
+    unread = [name for name in facts.loaded.dropped if any(part in name for part in NORM_TENSORS)]
+    if unread:
+        return (f"it holds {', '.join(unread)}, which SGLang drops: config.json does not set the flag of that norm.",
+                "Set fc_norm or norm_before_fc, whichever it was trained with.")
+    trained = norms(facts.trained("config"))
+    return differing(served, trained)
+
+
+def differing(now: dict, then: dict) -> Found:
+    wrong = [f"{key} is {now[key]}, it was trained with {then[key]}" for key in now if now[key] != then[key]]
+    if wrong:
+        return f"config.json: {'; '.join(wrong)}.", "Write what it was trained with, as eagle3.json has it."
+
+
+def check_config(facts: Facts) -> Found:
+    """What the weights mean hangs on these keys."""
+    now, then = ({**{key: completed(config)[key] for key in OF_THE_WEIGHTS}, "aux states": aux_states(config)}
+                 for config in (facts.config, facts.trained("config")))
+    return differing(now, then)
 
 
 # ---- the vocabulary map ----
@@ -173,7 +229,14 @@ def is_trained_map(facts: Facts, d2t: np.ndarray) -> bool:
     return np.array_equal(d2t, run_map(facts))
 
 
+def has_whole_vocabulary(facts: Facts) -> bool:
+    """Whether it needs no map: it drafts any token of the target's."""
+    return "d2t" not in facts.shapes and "d2t" not in wanted(facts.config) and "d2t_sha256" not in facts.provenance
+
+
 def check_d2t_offset(facts: Facts) -> Found:
+    if has_whole_vocabulary(facts):
+        return None
     d2t, remedy = facts.d2t, "Store offsets: d2t[i] = target_id - i."
     ids = d2t + np.arange(len(d2t))  # what SGLang reads
     with contextlib.suppress(Unchecked):
@@ -188,6 +251,8 @@ def check_d2t_offset(facts: Facts) -> Found:
 
 
 def check_vocabulary_map(facts: Facts) -> Found:
+    if has_whole_vocabulary(facts):
+        return None
     d2t = facts.d2t
     if check_d2t_offset(facts) or is_trained_map(facts, d2t):
         return None  # the first is check_d2t_offset's case
@@ -250,21 +315,38 @@ def check_final_state(facts: Facts) -> Found:
 
 
 def check_weights(facts: Facts) -> Found:
-    from eagle3.drafter import exported_names, read_shape  # here: it imports torch
-    wanted = exported_names(read_shape(facts.config))
-    missing, unknown = sorted(wanted - set(facts.shapes)), sorted(set(facts.shapes) - wanted - HARMLESS)
-    if missing or unknown:
-        return (f"missing {missing}, unknown {unknown}: SGLang drops unknown names and leaves missing weights as they "
-                "come, in silence.", "Export again.")
-    config, rows = facts.config, {name: shape[0] for name, shape in facts.shapes.items()}
-    head_dim = rows["midlayer.self_attn.q_proj.weight"] // config["num_attention_heads"]
-    wanted = {"midlayer.self_attn.k_proj.weight": ("num_key_value_heads", head_dim),
-              "midlayer.mlp.gate_proj.weight": ("intermediate_size", 1), "fc.weight": ("hidden_size", 1),
-              "lm_head.weight": ("draft_vocab_size", 1), "d2t": ("draft_vocab_size", 1)}
-    wrong = [f"{name} has {rows[name]} rows, {key} is {config[key]}"
-             for name, (key, each) in wanted.items() if rows[name] != config[key] * each]
+    """Whether every parameter is filled, by a tensor of its shape."""
+    if facts.config.get("quantization_config"):
+        facts.lacks("its weights are quantised")
+    if "draft_vocab_size" not in facts.config and not facts.config.get("tie_word_embeddings"):
+        return "config.json has no draft_vocab_size, without which SGLang does not start.", \
+            "Write it; null where the draft has the target's whole vocabulary."
+    found = facts.loaded
+    unknown = [name for name in found.dropped if not any(part in name for part in NORM_TENSORS)]
+    if found.missing or unknown:
+        return (f"missing {found.missing}, unknown {unknown}: SGLang drops unknown names and leaves missing weights as "
+                "they come, in silence.", "Export again.")
+    # head_dim and target_hidden_size have checks of their own
+    config = {**facts.config, "head_dim": found.shapes["layers.0.self_attn.q_proj.weight"][0]
+              // facts.config["num_attention_heads"]}
+    if check_embedding(facts):
+        config.pop("target_hidden_size", None)
+    wrong = [f"{name} is {found.shapes[name]}, config.json asks for {shape}"
+             for name, shape in wanted(config).items() if found.shapes[name] != shape]
+    whole = [config["vocab_size"]]
+    if config.get("draft_vocab_size") is None and not wrong and found.shapes.get("d2t", whole) != whole:
+        wrong = [f"d2t has {found.shapes['d2t'][0]} rows, and without draft_vocab_size SGLang gives the draft the "
+                 "target's whole lm_head"]
     if wrong:
         return f"{'; '.join(wrong)}.", "Mend config.json, or export again."
+
+
+def check_trained_weights(facts: Facts) -> Found:
+    """The bytes that 04 exported."""
+    known = facts.trained("weights_sha256")
+    if len(facts.files) != 1 or sha256_file(facts.files[0]) != known:
+        return (f"{', '.join(path.name for path in facts.files)} is not the file that training exported (sha256 "
+                f"{known[:12]}...): changed since, or copied from another checkpoint.", "Copy or export it again.")
 
 
 # ---- the diagnosis ----
@@ -273,7 +355,8 @@ CHECKS = {"eagle_config misplaced": check_eagle_config, "capture layers": check_
           "d2t read as ids": check_d2t_offset, "stale vocabulary map": check_vocabulary_map,
           "embedding not shared": check_embedding, "quantised draft": check_quantised,
           "final state before the norm": check_final_state, "norm flags": check_norm_flags,
-          "chat template or thinking mode": check_template, "weights": check_weights}
+          "config.json against training": check_config, "chat template or thinking mode": check_template,
+          "weights": check_weights, "weights changed since training": check_trained_weights}
 
 
 def examine(facts: Facts) -> tuple[list[dict], dict[str, str]]:

@@ -45,10 +45,10 @@ class Shape:
         return self.kv_heads * self.head_dim
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """The trained tensors in the order in which a checkpoint's flat state holds them; `name.1` is the second
-        layer's.
+        """The trained tensors in the order in which a checkpoint's flat state holds them.
 
-        The embedding and the hidden half of q, k and v lie apart: the first can be applied once for all TTT steps.
+        `name.1` is the second layer's. The embedding and the hidden half of q, k and v lie apart: the first can be
+        applied once for all TTT steps.
         """
         h, q, kv = self.hidden, self.heads * self.head_dim, 2 * self.key_columns
         found = {"lm_head": (self.draft_vocab, h), "down": (h, self.intermediate),
@@ -60,8 +60,9 @@ class Shape:
         return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER}
 
     def flops(self, context: int, query: int, pairs: int, steps: int) -> float:
-        """Arithmetic that one forward and backward pass needs; pairs: (query, step-0 key) pairs. The yardstick of
-        MFU.
+        """Arithmetic of one forward and backward pass: the yardstick of MFU.
+
+        pairs: (query, step-0 key) pairs.
         """
         size = {name: math.prod(shape) for name, shape in self.weights().items()}
         layer = size["q_hidden"] + size["o"] + size["gate_up"] + size["down"]
@@ -75,8 +76,9 @@ class Shape:
 
 
 def layer_weights(shape: Shape, tensors: dict) -> list[dict]:
-    """Of each layer those of `tensors` that are its own, without the layer in their names; the first has also those of
-    the embedding.
+    """Of each layer those of `tensors` that are its own, without the layer in their names.
+
+    The first layer has also those of the embedding.
     """
     found = [{name: tensor for name, tensor in tensors.items() if "." not in name}]
     for layer in range(1, shape.layers):
@@ -177,8 +179,8 @@ class Drafter:
             named |= zip(names, source["aux_norm"].chunk(len(names)))
         for prefix, w in zip(layer_prefixes(self.shape), layer_weights(self.shape, source.views)):
             # The input of the first layer's q, k and v is [embedding, hidden]
-            q, kv = (torch.cat([w[f"{part}_embed"], w[f"{part}_hidden"]], 1) if f"{part}_embed" in w else w[f"{part}_hidden"]
-                     for part in ("q", "kv"))
+            halves = ([w[name] for name in (f"{part}_embed", f"{part}_hidden") if name in w] for part in ("q", "kv"))
+            q, kv = (torch.cat(half, 1) for half in halves)
             gate, up = w["gate_up"].chunk(2)
             parts = {"self_attn.q_proj": q, "self_attn.k_proj": kv[:keys], "self_attn.v_proj": kv[keys:],
                      "self_attn.o_proj": w["o"], "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": w["down"],
@@ -233,8 +235,9 @@ def aux_norm_names(shape: Shape) -> list[str]:
 
 
 def exported_names(shape: Shape) -> set[str]:
-    """Every tensor of an exported drafter: SGLang drops unknown names in silence and leaves missing ones
-    uninitialised.
+    """Every tensor of an exported drafter.
+
+    SGLang drops unknown names in silence and leaves missing ones uninitialised.
     """
     parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
              "hidden_norm", "post_attention_layernorm"]
@@ -244,8 +247,10 @@ def exported_names(shape: Shape) -> set[str]:
 
 
 def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict:
-    """config.json for SGLang's LlamaForCausalLMEagle3. `eagle_config` is the only place where it looks for the layer ids,
-    and for `norm_before_fc`; `fc_norm` and `norm_output` it reads from the top.
+    """config.json for SGLang's LlamaForCausalLMEagle3.
+
+    `eagle_config` is the only place where it looks for the layer ids, and for `norm_before_fc`; `fc_norm` and
+    `norm_output` it reads from the top.
     """
     return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
             "num_hidden_layers": shape.layers,
@@ -277,16 +282,18 @@ def aux_norm_of(kind) -> str:
 
 def read_shape(config: dict) -> Shape:
     """The Shape that `draft_config` wrote down."""
-    kind, ids = kind_of(config), (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    kind = kind_of(config)
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"],
-                 config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"], config["rms_norm_eps"],
-                 config["rope_theta"], config["max_position_embeddings"], kind["draft_layers"], len(ids or range(3)),
-                 aux_norm_of(kind), kind["norm_output"])
+                 config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
+                 config["rms_norm_eps"], config["rope_theta"], config["max_position_embeddings"],
+                 kind["draft_layers"], len(ids or range(3)), aux_norm_of(kind), kind["norm_output"])
 
 
 def served_from(shape: Shape) -> str:
-    """The first SGLang release whose LlamaForCausalLMEagle3 computes what this drafter was trained as (read in their
-    wheels); older ones ignore its keys in silence.
+    """The first SGLang release whose LlamaForCausalLMEagle3 computes what this drafter was trained as.
+
+    Read in their wheels; older ones ignore its keys in silence.
     """
     if shape.aux_norm == "all":
         return "0.5.17"

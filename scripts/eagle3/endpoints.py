@@ -2,15 +2,24 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import contextlib
 import json
 import os
+import re
+import subprocess
+import urllib.parse
 from pathlib import Path
 
 import httpx
 
+from eagle3.masking import hide, masked, secrets_in
+from eagle3.server_log import check_writable, why_ended
 from eagle3.servers import (NO_ANSWER, ServerGone, call, flag_value, healthy, server_command, start_server,
                             stop_server)
+from eagle3.sglang_draft import first_release, is_llama, weight_files
 from eagle3.stage import UserError, log, sha256_file
+from eagle3.target import version_numbers
 
 SERVER_KEYS = ["version", "model_path", "dtype", "quantization", "kv_cache_dtype", "tp_size", "attention_backend",
                "context_length", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
@@ -18,17 +27,69 @@ SERVER_KEYS = ["version", "model_path", "dtype", "quantization", "kv_cache_dtype
                "incremental_streaming_output"]
 
 
-def headers_of(args: argparse.Namespace) -> dict[str, str]:
-    key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
-    if args.api_key_env and not key:
-        raise UserError(f"--api-key-env: the environment variable {args.api_key_env} is not set.")
-    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+# ---- keys ----
+def read_key(variable: str | None) -> str | None:
+    """The API key in that environment variable; from here on no line shows it. Raises UserError, without the key."""
+    if not variable:
+        return None
+    if variable not in os.environ and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,40}", variable):
+        hide(variable)  # likely the key itself
+        raise UserError("--api-key-env takes the name of an environment variable, not a key, and there is none of the "
+                        "name that was given. Put the key into a variable, say SGLANG_API_KEY, and name that.")
+    key = os.environ.get(variable, "")
+    hide(key)
+    if not key:
+        raise UserError(f"--api-key-env: the environment variable {variable} is not set.")
+    check_key(key, f"--api-key-env: the key in {variable}")
+    return key
 
 
+def check_key(key: str, where: str) -> None:
+    """Raises UserError: HTTP has no place for it."""
+    if odd := next((at for at, sign in enumerate(key, 1) if not "!" <= sign <= "~"), None):
+        raise UserError(f"{where}: its character {odd} can stand in no HTTP header (a space, a line end, not ASCII). "
+                        "Set it without that.")
+
+
+def split_login(flag: str, url: str | None) -> tuple[str | None, str | None]:
+    """(the URL without `user:password@`, the header Authorization that says the same). Raises UserError."""
+    if not url:
+        return None, None
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts = port = None
+    if not parts or parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        hide(*secrets_in(url if "://" in url else f"http://{url}"))
+        raise UserError(f"--{flag}: {masked(url)!r} is no URL, as in http://127.0.0.1:30000.")
+    if parts.query or parts.fragment:
+        raise UserError(f"--{flag}: a URL without `?` or `#` is needed, as in http://127.0.0.1:30000. A key goes into "
+                        "an environment variable: --api-key-env.")
+    login, _, host = parts.netloc.rpartition("@")
+    hide(*secrets_in(url))
+    plain = urllib.parse.urlunsplit(parts._replace(netloc=host)).rstrip("/")
+    header = base64.b64encode(urllib.parse.unquote(login).encode()).decode()
+    hide(header)
+    return plain, f"Basic {header}" if login else None
+
+
+# ---- drafters ----
 def drafter_hashes(folder: Path) -> dict[str, str]:
     """What a drafter's figures hang on; one trained further differs in nothing but the bytes of its weights."""
-    names = ("config.json", "model.safetensors")
-    return {name: sha256_file(folder / name) for name in names if (folder / name).is_file()}
+    files = [folder / "config.json", *weight_files(folder)]
+    try:
+        return {path.name: sha256_file(path) for path in files if path.is_file()}
+    except OSError as error:
+        raise UserError(f"{error.filename}: not readable ({error.strerror}).") from None
+
+
+def same_folder(one: str, other: str) -> bool:
+    """Whether two names of a model mean one: by what lies there, where both are here, not by how they are spelled."""
+    here = [Path(name) for name in (one, other) if (Path(name) / "config.json").is_file()]
+    if one == other or len(here) < 2:
+        return one == other
+    return here[0].resolve() == here[1].resolve() or drafter_hashes(here[0]) == drafter_hashes(here[1])
 
 
 def sweep_variants(grid: list[str]) -> dict[str, dict]:
@@ -55,15 +116,17 @@ def read_provenance(draft_path: Path | None, with_weights: bool) -> dict:
     if not (draft_path / "config.json").is_file():
         raise UserError(f"--draft-path: {draft_path} holds no config.json. "
                         "Name a folder that 04_train.py exported (output/best).")
-    if with_weights and not (draft_path / "model.safetensors").is_file():
+    if with_weights and not weight_files(draft_path):
         raise UserError(f"--doctor: {draft_path} holds no model.safetensors.")
     path = draft_path / "eagle3.json"
     try:
-        json.loads((draft_path / "config.json").read_text())
-        return json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
+        found = [json.loads(file.read_text()) for file in (draft_path / "config.json", path) if file.exists()]
+    except (OSError, ValueError) as error:
         raise UserError(f"--draft-path: config.json or eagle3.json in {draft_path} is not readable as JSON "
                         f"({error}).") from None
+    if not all(isinstance(part, dict) for part in found):
+        raise UserError(f"--draft-path: config.json or eagle3.json in {draft_path} is no JSON object.")
+    return found[1] if len(found) > 1 else {}
 
 
 class Endpoints:
@@ -78,6 +141,22 @@ class Endpoints:
         self.args, self.servers, self.variants = args, document.get("servers") or {}, variants
         self.process = self.variant = self.url = self.log = None
         self.logs = Path(document["run_dir"]) / "logs" if document.get("run_dir") else args.output_dir
+        self.key = read_key(args.api_key_env)
+        args.base_url, login = split_login("base-url", args.base_url)
+        args.baseline_url, baseline_login = split_login("baseline-url", args.baseline_url)
+        self.login, self.baseline_login = login, baseline_login
+        if self.key and (login or baseline_login):
+            raise UserError("--api-key-env and a `user:password@` in a URL both set the header Authorization. "
+                            "Leave out one of them.")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of requests to the server of the variant in use; a launched one's key is the run file's `api-key`."""
+        login = self.baseline_login if self.variant == "plain" else self.login
+        key = self.key or (self.flag(self.variant, "--api-key") if self.args.launch and self.variant else "")
+        check_key(key, "servers.*.flags.api-key")
+        authorization = f"Bearer {key}" if key else login
+        return {"Content-Type": "application/json", **({"Authorization": authorization} if authorization else {})}
 
     def role(self, variant: str) -> tuple[dict, str]:
         """The run file's servers with the variant's flags laid over its role, and that role. Raises UserError."""
@@ -106,10 +185,15 @@ class Endpoints:
                 raise UserError(f"servers.speculative serves the drafter {served or '(none)'}, --draft-path names "
                                 f"{named}. Make them equal.")
 
+    def check_logs(self) -> None:
+        """That launched servers can write their logs. Raises UserError."""
+        if self.args.launch:
+            check_writable(self.logs)
+
     def use(self, variant: str) -> str:
         """The URL of a variant's server, started if need be. Raises UserError."""
         if not self.args.launch:
-            self.url = (self.args.baseline_url if variant == "plain" else self.args.base_url).rstrip("/")
+            self.url = self.args.baseline_url if variant == "plain" else self.args.base_url
         elif self.variant != variant:
             self.close()
             self.log = self.logs / f"server_{variant}.log"
@@ -118,7 +202,15 @@ class Endpoints:
         return self.url
 
     def alive(self) -> bool:
-        return (self.process is None or self.process.poll() is None) and healthy(self.url, timeout=20)
+        return (self.process is None or self.process.poll() is None) and healthy(self.url, 20, self.headers)
+
+    def reason(self) -> str:
+        """What a launched server that is gone said last; "" of others."""
+        code = None
+        if self.process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(timeout=5)  # its scheduler dies before it does
+        return f" It ended with code {code}{why_ended(self.log, code)}." if code is not None else ""
 
     def __str__(self) -> str:
         return self.url + (f" (log: {self.log})" if self.log else "")
@@ -167,13 +259,31 @@ def contact(url: str, variant: str, headers: dict, draft_path: Path | None, prov
     known = variant != "plain" and draft_path and (there / "config.json").is_file()
     if known and there.resolve() != draft_path.resolve() and drafter_hashes(there) != drafter_hashes(draft_path):
         raise UserError(f"{url}: serves the drafter {there}, which is not --draft-path {draft_path}.")
+    if variant != "plain" and draft_path:
+        check_release(url, info.get("version"), draft_path, provenance)
     return {key: info.get(key) for key in SERVER_KEYS}
+
+
+def check_release(url: str, version: str | None, draft_path: Path, provenance: dict) -> None:
+    """An older SGLang computes another drafter than was trained, in silence. Raises UserError."""
+    config = json.loads((draft_path / "config.json").read_text())
+    needed = provenance.get("served_from") or (first_release(config) if is_llama(config) else None)
+    try:
+        old = bool(needed) and version_numbers(version or "") < version_numbers(needed)
+    except UserError:
+        return log(f"note: {url} calls itself SGLang {version}; the drafter in {draft_path} needs {needed} or newer")
+    if old:
+        raise UserError(f"{url}: is SGLang {version}; the drafter in {draft_path} is of a kind that {needed} and newer "
+                        "serve. An older one leaves parts of it out in silence. Update SGLang, or train without them.")
 
 
 # ---- single calls to it ----
 def flush_cache(url: str, headers: dict) -> None:
-    """Empty the radix cache: else a level finds prompts of its warm-up and of the level before in it, and its time to
-    the first token is too good."""
+    """Empty the radix cache.
+
+    Else a level finds prompts of its warm-up and of the level before in it, and its time to the first token is too
+    good.
+    """
     try:
         call(f"{url}/flush_cache?timeout=30", headers, {})  # the last step of the warm-up may still run
     except NO_ANSWER as error:
@@ -200,6 +310,8 @@ def probe_difference(url: str, headers: dict, context: list[int], tokens: list[i
     except NO_ANSWER as error:
         raise ServerGone(f"{url}: the server went away during the probes ({error}). Start it again; "
                          "the same command goes on.") from None
+    if not all(token in told for token in tokens):
+        return {"kind": "not probed: this server gives other log-probabilities"}
     logprobs = [told[token] for token in tokens]
     gap = abs(logprobs[0] - logprobs[1])
     return {"gap": gap, "kind": "near-tie" if gap <= near_tie else "fault", "logprobs": logprobs}

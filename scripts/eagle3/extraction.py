@@ -3,11 +3,16 @@
 A server answers a request when it has read the sample; the file of hidden states follows a moment later, in the folder
 that the request's rid names. What may go wrong on the way, and what becomes of the sample:
 
-    the server goes away         the sample is sent again, to whichever server is there; DEATHS times
-    it is busy (429, 503, ...)   sent again, for --server-wait seconds
+    the server goes away         the sample is sent again, alone: nothing else is in flight then. A sample that servers
+                                 had when they died, DEATHS times and the last time alone, is quarantined; these deaths
+                                 are written down, so that a row which kills servers does so twice, and not for ever
+    it hangs                     waited for as if it were away; no sample is blamed
+    it is busy (429, 503, ...)   sent again, for --server-wait seconds; so where the server's disk stands still
     it fails otherwise           sent again, ATTEMPTS times in all
-    it rejects the sample        quarantined at once; so is a sample with a state that is not finite
-    nothing can be written, or   the run ends with one line (UserError)
+    it rejects the sample        quarantined at once; so is a sample with a state that is not finite, or with a token
+                                 beyond the target's vocabulary, which is not sent at all
+    it asks for another key,     the run ends with one line (UserError)
+    nothing can be written, or
     the files are of another run
 """
 from __future__ import annotations
@@ -16,114 +21,53 @@ import collections
 import contextlib
 import errno
 import json
-import math
 import os
 import queue
-import socket
 import threading
 import time
-import urllib.parse
 from pathlib import Path
-
-import httpx
+from typing import Callable, Iterator
 
 from eagle3.incoming import PREFILL, free_bytes, move, run_prefix
-from eagle3.journal import Journal, Quarantine, Room, plan_order
+from eagle3.journal import Deaths, Journal, Quarantine, Room, plan_order, read_released
+from eagle3.prefill_server import Busy, Hung, Lost, Quarantined, Retry, Server, api_key, next_token
 from eagle3.samples import Sample, read_ids
 from eagle3.stage import UserError, log
 from eagle3.states import StateFile, check_header, check_ids, sample_path
 
 ATTEMPTS = 3          # of one sample, where the server answered
-DEATHS = 5            # of servers while they had one sample: perhaps because of it
-BUSY = (429, 502, 503, 504)  # a full queue, or a proxy before a server that restarts
+DEATHS = 2            # of servers while they had one sample, the last time nothing else: because of it
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FIRST_FILE_S = 30.0   # after the first answer: the server writes within a second
 NEXT_FILE_S = 180.0   # without any file: a disk that is merely slow still finishes some
 
 
-# ---- servers ----
-class Server:
-    """One --base-url. `epoch` counts how often it was found away: a file asked for before will not come any more."""
+class Gate:
+    """Lets many in at a time, or one alone, who goes before those that come later."""
 
-    def __init__(self, url: str):
-        self.url = url.rstrip("/")
-        parts = urllib.parse.urlsplit(self.url)
+    def __init__(self):
+        self.changed, self.inside, self.alone, self.wanted = threading.Condition(), 0, False, 0
+
+    @contextlib.contextmanager
+    def enter(self, alone: bool, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Inside, alone or not. Comes in without further waiting when `stopped()`."""
+        def free() -> bool:
+            return stopped() or not (self.inside if alone else self.alone or self.wanted)
+
+        with self.changed:
+            self.wanted += alone
+            while not self.changed.wait_for(free, 0.2):
+                pass
+            self.wanted -= alone
+            self.inside += 1
+            self.alone = alone
         try:
-            self.host, self.port = parts.hostname, parts.port or 80
-        except ValueError:
-            self.host = None
-        if parts.scheme != "http" or not self.host:
-            raise UserError(f"--base-url {url}: expected http://HOST:PORT.")
-        # A connection each: one that the server closed while it was idle would look like a server that died. No client
-        # around it: redirects, cookies and proxies are not for these servers, and cost half of a request's time here
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self.transport = httpx.HTTPTransport(limits=limits, trust_env=False)
-        self.away_since: float | None = None
-        self.epoch = self.in_flight = 0
-        self.said_busy = -math.inf
-
-    def probe(self) -> None:
-        """Whether somebody listens; a restarted server listens again only when its model is loaded."""
-        try:
-            socket.create_connection((self.host, self.port), 5).close()
-            if self.away_since is not None and self.ask("GET", "/health", None, 30)[0] == 200:
-                log(f"{self.url} is back after {time.monotonic() - self.away_since:.0f} s")
-                self.away_since = None
-        except OSError as error:
-            self.lost(error)
-
-    def lost(self, error: Exception) -> None:
-        if self.away_since is None:
-            self.away_since, self.epoch = time.monotonic(), self.epoch + 1
-            log(f"{self.url} is away ({type(error).__name__}: {error}): waiting for it")
-
-    def busy(self, detail: str) -> None:
-        if time.monotonic() - self.said_busy > 60:
-            self.said_busy = time.monotonic()
-            log(f"{self.url} is busy ({detail}): asking again")
-
-    def ask(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
-        """(status, body). `timeout`: seconds of silence. Raises OSError, of it TimeoutError where the time is over."""
-        request = httpx.Request(method, self.url + path, content=body, headers={"Content-Type": "application/json"},
-                                extensions={"timeout": httpx.Timeout(timeout).as_dict()})
-        try:
-            answer = self.transport.handle_request(request)
-            return answer.status_code, answer.read()
-        except httpx.TimeoutException as error:
-            raise TimeoutError(str(error)) from None
-        except httpx.TransportError as error:
-            cause: BaseException | None = error
-            while cause and not isinstance(cause, OSError):  # what the socket said, below two layers of names
-                cause = cause.__cause__ or cause.__context__
-            raise cause or ConnectionError(str(error)) from None
-
-
-class Quarantined(Exception):
-    """This sample cannot be extracted. args: reason (one of few), detail."""
-
-
-class Lost(Exception):
-    """The server went away before it answered."""
-
-
-class Retry(Exception):
-    """The sample is to be sent again."""
-
-
-class Busy(Retry):
-    """As soon as the server has room for it."""
-
-
-def next_token(answer: bytes, sample: Sample) -> int:
-    """The token that the engine itself chose after the sample. Raises Retry, Quarantined."""
-    try:
-        answer = json.loads(answer)
-        token, read = answer["output_ids"][0], answer["meta_info"]["prompt_tokens"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise Retry(f"an answer without output_ids or prompt_tokens ({error})") from None
-    if read != sample.tokens:
-        raise Quarantined("cut by the server", f"it read {read} of {sample.tokens} tokens (--allow-auto-truncate)")
-    return token
+            yield
+        finally:
+            with self.changed:
+                self.inside -= 1
+                self.alone = False
+                self.changed.notify_all()
 
 
 # ---- the samples on their way ----
@@ -135,21 +79,34 @@ class Extraction:
 
     def __init__(self, args, samples: list[Sample], parts: list[Path], journal: Journal, incoming: Path):
         self.args, self.parts, self.journal, self.folder, self.incoming = args, parts, journal, journal.folder, incoming
-        self.servers = [Server(url) for url in args.base_url]
+        key = api_key(args.api_key_env)
+        self.servers = [Server(url, key) for url in args.base_url]
+        if args.max_disk_gb:
+            self.mend_released(samples)
         self.room = Room(self.folder, int(args.max_disk_gb * 1e9), journal) if args.max_disk_gb else None
-        self.quarantine = Quarantine(self.folder)
+        self.quarantine, self.deaths = Quarantine(self.folder), Deaths(self.folder)
+        self.quarantine.keep({sample.id for sample in samples})
         gone = self.quarantine.reasons.keys() | (self.room.released.keys() if self.room else set())
-        self.to_do = [sample for sample in samples if sample.id not in gone and not journal.in_place(sample)]
+        self.to_do = [sample for sample in samples if sample.id not in gone
+                      and not journal.in_place(sample, lambda: read_ids(parts, sample))]
         if self.room:
             self.to_do.sort(key=lambda sample: plan_order(sample.id))
         self.samples, self.total = samples, len(samples)
         # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
         self.name = f"{run_prefix(self.folder)}{os.getpid()}-{int(time.time())}"
         self.work: queue.SimpleQueue = queue.SimpleQueue()
-        self.lock, self.turn, self.alone = threading.Lock(), threading.Lock(), threading.Lock()
+        self.lock, self.turn, self.gate = threading.Lock(), threading.Lock(), Gate()
         self.stop: BaseException | None = None
+        self.finished = False
         self.last_file: float | None = None
         self.done_samples = self.done_tokens = self.done_bytes = 0
+
+    def mend_released(self, samples: list[Sample]) -> None:
+        """Lines of landed.jsonl that were damaged and whose files 04 has released: from what it wrote down of them."""
+        released = read_released(self.folder)
+        for sample in samples:
+            if sample.id in released and sample.id not in self.journal.rows and sample.id not in self.journal.redone:
+                self.journal.add_sample(sample, released[sample.id], self.journal.salvaged.get(sample.id))
 
     @contextlib.contextmanager
     def working(self):
@@ -158,13 +115,22 @@ class Extraction:
             self.work.put(sample)
         threads = [threading.Thread(target=self.worker, daemon=True)
                    for _ in range(min(self.args.concurrency, len(self.to_do)))]
-        for thread in threads:
+        for thread in threads + [threading.Thread(target=self.look_after, args=(server,), daemon=True)
+                                 for server in self.servers]:
             thread.start()
         try:
             yield threads
         except BaseException as error:
             self.stop = self.stop or error
             raise
+        finally:
+            self.finished = True
+
+    def look_after(self, server: Server) -> None:
+        """Know within a second when it goes or is back. A thread each: one that hangs takes long to say so."""
+        while not self.stopped() and not self.finished:
+            server.probe()
+            time.sleep(1)
 
     def stopped(self) -> bool:
         return self.stop is not None
@@ -204,6 +170,18 @@ class Extraction:
             raise UserError(f"{self.quarantine.path}: {len(reasons)} of {self.total} samples failed ({counts}), more "
                             "than --max-failed allows. Mend the cause, then run the same command with --redo-failed.")
 
+    def leave_out_unknown_ids(self, vocab_size: int) -> None:
+        """Quarantine what holds a token that the target has no embedding for: it would end the server, not the request.
+        Raises UserError where that is more than --max-failed allows: these are another tokenizer's."""
+        bad = [sample for sample in self.to_do if sample.largest >= vocab_size]
+        if len(bad) > max(1, self.args.max_failed * self.total):
+            raise UserError(f"{self.args.data_dir}: {len(bad)} of {self.total} samples hold tokens beyond the target's "
+                            f"vocabulary of {vocab_size:,} ({bad[0].id}: {bad[0].largest}). Name the responses of this "
+                            "target, or the target of these responses.")
+        for sample in bad:
+            self.put_aside(sample, "ids beyond the vocabulary", f"token {sample.largest}, the target has {vocab_size}")
+        self.to_do = [sample for sample in self.to_do if sample.largest < vocab_size]
+
     def sweep(self, sample: Sample) -> None:
         """Remove what a server that died or was too slow has left of `sample`: there is room for one try."""
         for suffix in ("safetensors", "safetensors.tmp"):
@@ -216,8 +194,9 @@ class Extraction:
             with self.lock:
                 up = [server for server in self.servers if server.away_since is None]
                 if up:
-                    chosen = min(up, key=lambda server: server.in_flight)
+                    chosen = min(up, key=lambda server: (server.in_flight, server.asked))
                     chosen.in_flight += 1
+                    chosen.asked += 1
                     return chosen
             time.sleep(0.2)
         return None
@@ -225,36 +204,40 @@ class Extraction:
     def extract(self, sample: Sample) -> None:
         """Try until the sample is in place. Raises Quarantined, UserError."""
         ids = read_ids(self.parts, sample)
-        failures = tries = deaths = 0
+        failures = tries = 0
         busy_since: float | None = None
         while not self.stopped():
             if tries:
                 self.sweep(sample)
             tries += 1
+            alone = self.deaths.counts[sample.id] > 0  # so that only the cause sees more
             try:
-                # Those that have seen servers die go one at a time, so that only the cause sees more. A folder for each
-                # try: an aborted request of the same name may still be writing
-                with self.alone if deaths > 1 else contextlib.nullcontext():
+                # A folder for each try: an aborted request of the same name may still be writing
+                with self.gate.enter(alone, self.stopped):
                     if self.send(sample, ids, f"{self.name}.{tries}"):
                         return
+            except Hung:
+                continue
             except Lost as error:
-                deaths += 1
-                if deaths == DEATHS:
+                if self.deaths.add(sample.id) >= DEATHS and alone:
                     raise Quarantined(f"the server died {DEATHS} times", str(error)) from None
+            except Busy as error:
+                busy_since = busy_since or time.monotonic()
+                if time.monotonic() - busy_since > self.args.server_wait:
+                    raise UserError(f"busy for {self.args.server_wait:.0f} s: {error}. Mend that, or allow more time "
+                                    "with --server-wait, and run the same command again.") from None
+                time.sleep(1)
             except Retry as error:
-                if isinstance(error, Busy):
-                    busy_since = busy_since or time.monotonic()
-                    if time.monotonic() - busy_since < self.args.server_wait:
-                        time.sleep(1)
-                        continue
                 failures += 1
                 if failures == ATTEMPTS:
                     raise Quarantined(f"failed {ATTEMPTS} times", str(error)) from None
                 time.sleep(failures)
 
     def send(self, sample: Sample, ids: list[int], run: str) -> bool:
-        """Ask a server, wait for the file in `incoming/run`, put it in place; False when the server went away after its
-        answer. Raises Lost, Retry, Quarantined, UserError."""
+        """Ask a server, wait for the file in `incoming/run`, put it in place; False when the run is to stop.
+
+        Raises Lost, Hung, Retry, Busy, Quarantined, UserError.
+        """
         rid = f"eagle3:{run}:{sample.prompt_len}:{sample.tokens}:{sample.id}"
         body = json.dumps({"input_ids": ids, "rid": rid, "sampling_params": PREFILL}).encode()
         server = self.server()
@@ -262,22 +245,7 @@ class Extraction:
             return False
         epoch = server.epoch
         try:
-            status, answer = server.ask("POST", "/generate", body, self.args.request_timeout)
-            if status != 200:
-                detail = f"HTTP {status}: {' '.join(answer.decode(errors='replace').split())[:300]}"
-                if status in (400, 413, 422):
-                    raise Quarantined("rejected by the server", detail)
-                if status in BUSY:
-                    server.busy(detail)
-                    raise Busy(detail)
-                raise Retry(detail)
-        except TimeoutError:
-            raise Retry(f"no answer in {self.args.request_timeout:.0f} s") from None
-        except OSError as error:
-            server.lost(error)
-            raise Lost(str(error)) from None
-        else:
-            token = next_token(answer, sample)
+            token = next_token(server.generate(body, self.args.request_timeout), sample)
             path = self.wait(self.incoming / run, sample, server, epoch)
             if path is not None:
                 self.land(path, sample, ids, token)
@@ -287,7 +255,7 @@ class Extraction:
                 server.in_flight -= 1
 
     def wait(self, folder: Path, sample: Sample, server: Server, epoch: int) -> Path | None:
-        """The file of `sample`, once it is whole; None when the server died before. Raises what its .error says."""
+        """The file of `sample`, once it is whole; None when the run is to stop. Raises Lost and what its .error says."""
         path, failed = folder / f"{sample.id}.safetensors", folder / f"{sample.id}.error"
         asked = time.monotonic()
         pause = 0.002
@@ -300,13 +268,15 @@ class Extraction:
                 failed.unlink()
                 raise self.told(kind, text, server)
             if server.epoch != epoch:
-                return None
+                raise Lost("it went away before the file was written")
             waited = time.monotonic() - max(asked, self.last_file or asked)
-            if waited > FIRST_FILE_S and self.last_file is None and not any(self.incoming.rglob("*.safetensors*")):
+            if waited > FIRST_FILE_S and not server.working():
+                asked = time.monotonic()  # what hangs does not write
+            elif waited > FIRST_FILE_S and self.last_file is None and not any(self.incoming.rglob("*.safetensors*")):
                 raise UserError(f"{server.url} answered, but nothing appeared in {self.incoming}. Patch its SGLang "
                                 "(patches/sglang_patch.py apply) and start it with EAGLE3_CAPTURE_DIR set to that "
                                 "folder.")
-            if waited > NEXT_FILE_S:
+            elif waited > NEXT_FILE_S:
                 raise UserError(f"{server.url} answered, but the file of {sample.id} did not appear in {waited:.0f} s "
                                 f"({free_bytes(self.folder) / 1e9:,.1f} GB free). Read the server's log, then run the "
                                 "same command again.")
@@ -320,6 +290,9 @@ class Extraction:
             return Quarantined("not finite", text)
         if kind == "retry":
             return Retry(text)
+        if kind == "stalled":
+            server.busy(text)
+            return Busy(f"{server.url}: {text}")
         if kind == "write" and any(f"Errno {number}" in text for number in FULL):
             return UserError(f"{self.incoming}: the disk is full ({free_bytes(self.folder) / 1e9:,.1f} GB free now). "
                              "Make room and run the same command again.")
@@ -330,12 +303,15 @@ class Extraction:
 
     def land(self, path: Path, sample: Sample, ids: list[int], next_token: int) -> None:
         """Put a whole file in place. Raises Retry, UserError."""
+        known = self.journal
         try:
             with StateFile(path) as file:
                 with self.lock:  # of two servers that differ, one states the facts
-                    facts = check_header(file, sample.id, sample.tokens, sample.prompt_len, self.journal.facts)
-                    if self.journal.facts is None:
-                        self.journal.add({"facts": facts})
+                    facts = check_header(file, sample.id, sample.tokens, sample.prompt_len, known.facts)
+                    if known.facts is None:
+                        known.add({"facts": facts})
+                    elif "weights" in facts and "weights" not in known.facts:  # begun by a capture that did not say
+                        known.add({"facts": known.facts | {"weights": facts["weights"]}})
                 size, checksum = file.size, file.metadata["checksum"]
                 try:
                     check_ids(file, ids, sample.prompt_len)
@@ -346,8 +322,7 @@ class Extraction:
                             "or use another --output-dir.") from None
         place = sample_path(self.folder, sample.id)
         place.parent.mkdir(exist_ok=True)
-        self.journal.add({"id": sample.id, "tokens": sample.tokens, "prompt_len": sample.prompt_len,
-                          "truncated": sample.truncated, "next_token": next_token, "checksum": checksum})
+        self.journal.add_sample(sample, checksum, next_token)
         if self.room:
             # Before 04 sees the file, and may release it: from then on the line is all that is left of it
             self.journal.sync()

@@ -11,6 +11,8 @@ from typing import Callable, Iterable
 import numpy as np
 
 BOOTSTRAP = 2000  # resamples of the prompts
+RUN_DRAWS = 10  # draws of the difference between runs for each of them
+FEWEST_PROMPTS, FEWEST_RUNS = 5, 2  # below which there is no interval, and no verdict
 CONTEXT_BUCKETS = {f"<= {2 ** power}": 2 ** power for power in range(7, 19)} | {f"> {2 ** 18}": float("inf")}
 
 
@@ -90,17 +92,18 @@ def level_figures(units: list[dict], steps: int = 0) -> dict:
     wall, tokens = sum(unit["wall_s"] for unit in units), sum(record["completion_tokens"] for record in answers)
     watts = [unit["watts"] for unit in units]
     joule = sum(w * unit["wall_s"] for w, unit in zip(watts, units)) if all(watts) else None
-    decode = sum(record["latency_s"] - record["times_s"][0] for record in answers)
+    spoken = [record for record in answers if record["completion_tokens"]]  # an empty answer has no first token
+    decode = sum(record["latency_s"] - record["times_s"][0] for record in spoken)
     accept = acceptance(answers, steps)
-    forward = accept["verify_steps"] if accept else sum(record["completion_tokens"] - 1 for record in answers)
+    forward = accept["verify_steps"] if accept else sum(record["completion_tokens"] - 1 for record in spoken)
     return {
         "requests": len(records), "failed": count(record["error"] for record in records if "error" in record),
-        "finish": count(record["finish"] for record in answers),
+        "finish": count(record["finish"] for record in answers), "empty": len(answers) - len(spoken),
         "output_tokens": tokens, "wall_s": wall, "tok_s": tokens / wall if tokens else None,
         "tok_s_repeats": [sum(record["completion_tokens"] for record in answered([unit])) / unit["wall_s"]
                           for unit in units],
-        "ttft_s": percentiles([record["times_s"][0] for record in answers]),
-        "itl_s": percentiles([gap for record in answers for gap in gaps_of(record)]),
+        "ttft_s": percentiles([record["times_s"][0] for record in spoken]),
+        "itl_s": percentiles([gap for record in spoken for gap in gaps_of(record)]),
         "latency_s": percentiles([record["latency_s"] for record in answers]),
         "decode_step_s": decode / forward if forward else None, "accept": accept,
         "watts": float(np.mean(watts)) if all(w is not None for w in watts) else None,
@@ -115,39 +118,83 @@ def paired(one: list[dict], other: list[dict]) -> list[tuple[dict, dict]]:
             if (unit["repeat"], record["id"]) in answers]
 
 
-def resampled(values: np.ndarray, statistic: Callable) -> list[float] | None:
-    """95 % bootstrap interval of statistic(column sums) over the rows of `values` (N prompts, K); None for N < 5."""
-    if len(values) < 5:
+def resamples(values: np.ndarray, statistic: Callable) -> np.ndarray | None:
+    """statistic(column sums) of BOOTSTRAP resamples of the rows of `values` (N prompts, K); None for few prompts."""
+    if len(values) < FEWEST_PROMPTS:
         return None
     draw, N = np.random.default_rng(0), len(values)
     sums = np.stack([np.bincount(draw.integers(0, N, N), minlength=N) @ values for _ in range(BOOTSTRAP)])
     with np.errstate(divide="ignore", invalid="ignore"):
-        return [float(value) for value in np.nanpercentile(statistic(sums.T), [2.5, 97.5])]
+        return statistic(sums.T)
+
+
+def resampled(values: np.ndarray, statistic: Callable) -> list[float] | None:
+    """95 % bootstrap interval over prompts, of `resamples`."""
+    found = resamples(values, statistic)
+    return None if found is None else [float(value) for value in np.nanpercentile(found, [2.5, 97.5])]
+
+
+def spread_of_runs(plain: list[float], variant: list[float]) -> tuple[float, int]:
+    """(standard error of the difference of two means, degrees of freedom) from the scatter of few runs of each.
+
+    One scatter for both: two or three runs do not tell two apart.
+    """
+    freedom = len(plain) + len(variant) - 2
+    squares = sum(float(np.var(runs)) * len(runs) for runs in (plain, variant))
+    return float(np.sqrt(squares / freedom * (1 / len(plain) + 1 / len(variant)))), freedom
+
+
+def tokens_and_seconds(units: list[dict]) -> dict[str, np.ndarray]:
+    """{prompt: (tokens, seconds)} of its answers, the mean over the runs in which it has one."""
+    found = {}
+    for record in answered(units):
+        found.setdefault(record["id"], []).append((record["completion_tokens"], record["latency_s"]))
+    return {name: np.mean(rows, 0) for name, rows in found.items()}
+
+
+def too_few(values: np.ndarray, runs: list[list]) -> str | None:
+    """Why these prompts and runs give no interval."""
+    if len(values) < FEWEST_PROMPTS:
+        return f"{len(values)} prompt{'s' * (len(values) != 1)} with an answer of both, {FEWEST_PROMPTS} are needed"
+    if min(map(len, runs)) < FEWEST_RUNS:
+        return "measured once, so how far two runs of the same differ is not known: use --repeats 2 or more"
+    if not all(map(all, runs)) or not values.sum(0).all():
+        return "a run without a token"
+    return None
 
 
 def speed_up(plain: list[dict], variant: list[dict]) -> dict:
-    """Ratio of tok/s, with the interval over prompts. In a resample the sum of latencies stands for the wall time."""
-    figures = [level_figures(units) for units in (plain, variant)]
-    ratio = figures[1]["tok_s"] / figures[0]["tok_s"] if all(f["tok_s"] for f in figures) else None
-    sums = {}
-    for a, b in paired(plain, variant):
-        sums.setdefault(a["id"], np.zeros(4))
-        sums[a["id"]] += [a["completion_tokens"], a["latency_s"], b["completion_tokens"], b["latency_s"]]
-    if not ratio or not sums:
-        return {"speed_up": ratio, "interval": None}
+    """Ratio of tok/s of two variants at one level, from one unit a run: {"speed_up", "interval", "no_interval"}.
 
-    def statistic(s):
-        return (s[2] / s[3]) / (s[0] / s[1])
+    The interval (95 %) says where the ratio of new prompts, in new runs, would lie. Prompts are drawn with
+    replacement, the same ones for both variants; in a resample the sum of latencies stands for the wall time. On each
+    resample falls a difference between runs, from Student's t over the scatter of the runs there are: so few would,
+    drawn from themselves, tell too narrow an interval. no_interval: why there is none.
+    """
+    runs = [[level_figures([unit])["tok_s"] for unit in units] for units in (plain, variant)]
+    figures = [level_figures(units)["tok_s"] for units in (plain, variant)]
+    if not all(figures):
+        return {"speed_up": None, "interval": None, "no_interval": "no token came back"}
+    ratio, (a, b) = figures[1] / figures[0], map(tokens_and_seconds, (plain, variant))
+    values = np.array([[*a[name], *b[name]] for name in a if name in b]).reshape(-1, 4)
+    if why := too_few(values, runs):
+        return {"speed_up": ratio, "interval": None, "no_interval": why}
 
-    values = np.stack(list(sums.values()))
-    interval = resampled(values, statistic)
-    scale = ratio / statistic(values.sum(0))
-    return {"speed_up": ratio, "interval": [bound * scale for bound in interval] if interval else None}
+    def log_ratio(s):
+        return np.log(s[2] / s[3]) - np.log(s[0] / s[1])
+
+    error, freedom = spread_of_runs(*(list(np.log(of)) for of in runs))
+    prompts = resamples(values, log_ratio) - log_ratio(values.sum(0))
+    between = error * np.random.default_rng(1).standard_t(freedom, (RUN_DRAWS, len(prompts)))
+    bounds = np.nanpercentile(prompts + between, [2.5, 97.5])
+    return {"speed_up": ratio, "interval": [float(ratio * np.exp(bound)) for bound in bounds], "no_interval": None}
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
-    """Index of the first token in which two answers differ; the shorter one's length if the other begins with it;
-    None if they are equal."""
+    """Index of the first token in which two answers differ; None if they are equal.
+
+    The shorter one's length if the other begins with it.
+    """
     if a == b:
         return None
     return next((index for index, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))

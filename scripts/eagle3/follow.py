@@ -1,8 +1,10 @@
 """Training beside 03_extract: samples as they land, and in bounded mode their release.
- journal.py has the files over which 03 and 04 talk. 03 sends in the plan's order and 04 trains in it, so each step's
+
+journal.py has the files over which 03 and 04 talk. 03 sends in the plan's order and 04 trains in it, so each step's
 samples come; one that fails, there or here, is left out of its batch, and the batches stay as planned. A sample is
 released (may be removed) once a checkpoint has it behind it: trained on, or known to be of no use. Validation samples
-stay to the end. """
+stay to the end.
+"""
 from __future__ import annotations
 
 import math
@@ -28,8 +30,7 @@ QUARANTINED = "quarantined by 03_extract"
 
 
 def planned_samples(folder: Path, max_tokens: int) -> tuple[list[dict], list[Sample]]:
-    """plan.jsonl's rows, and as samples (without `mass`) those of them that carry loss, in its order. Raises
-    UserError.
+    """(plan.jsonl's rows, those of them that carry loss as samples without `mass`), in its order. Raises UserError.
     """
     rows, planned = read_plan(folder), []
     for row in rows:
@@ -46,10 +47,10 @@ def planned_samples(folder: Path, max_tokens: int) -> tuple[list[dict], list[Sam
 
 # ---- when to release, from the plan alone ----
 def last_needed(step_of: np.ndarray, total: int) -> np.ndarray:
-    """(total + 1,) the last position in the plan that steps 1..s need; for the last step the end, as 03 ends before
-    04 does.
+    """(total + 1,) the last position in the plan that steps 1..s need.
 
-    step_of (N,): of each file in the plan's order, the step that trains on it; `total` + 1 for validation.
+    For the last step it is the end, as 03 ends before 04 does. step_of (N,): of each file in the plan's order, the
+    step that trains on it; `total` + 1 for validation.
     """
     last, trained_on = np.full(total + 1, -1), step_of <= total
     np.maximum.at(last, step_of[trained_on], np.flatnonzero(trained_on))
@@ -62,9 +63,12 @@ def release_steps(sizes: np.ndarray, step_of: np.ndarray, total: int, bound: int
     """(steps after which to save a checkpoint and release, the least bound that would do).
 
     sizes (N,): most bytes of each file, in the plan's order; step_of: see last_needed; share: of the bound, less
-    validation, after which to release; done: the step that is behind already. 03 sends in the plan's order. So before
-    step s can be taken, all files up to the last one that steps 1..s need may lie there, except those released at the
-    last checkpoint c: these must fit. Where they always do, 03 and 04 never both wait. """
+    validation, after which to release; done: the step that is behind already.
+
+    03 sends in the plan's order. So before step s can be taken, all files up to the last one that steps 1..s need may
+    lie there, except those released at the last checkpoint c: these must fit. Where they always do, 03 and 04 never
+    both wait.
+    """
     last, trained_on = last_needed(step_of, total), step_of <= total
     # (total + 1,) bytes up to the last file that steps 1..s need
     upto = np.concatenate([[0], np.cumsum(sizes)])[last + 1]
@@ -217,8 +221,7 @@ class Follow:
         return sample.id in self.failed
 
     def wait(self, samples: list[Sample]) -> None:
-        """Until all of them are known, or the run is about to leave. Raises UserError when 03's bound shrinks.
-        """
+        """Until all of them are known, or the run is about to leave. Raises UserError when 03's bound shrinks."""
         told = time.monotonic() - 25  # the first line comes soon
         while (open_ones := [sample for sample in samples if not self.known(sample)]) and not self.stopped():
             self.poll()

@@ -85,6 +85,7 @@ def add_rates(add) -> None:
     add("--bench-prompts", type=int, default=54)
     add("--bench-levels", type=int, default=3)
     add("--bench-tokens", type=int, default=512)
+    add("--bench-repeats", type=int, default=2)
     add("--usd-per-mtok", type=float, nargs=2, metavar=("IN", "OUT"), help="an API's prices for a million tokens")
 
 
@@ -102,7 +103,8 @@ def run_file_settings(run: dict, path: Path) -> dict:
                  "draft_vocab_size": section["build_vocab"].get("draft-vocab-size"), "disk": run.get("run_dir"),
                  "bench_prompts": section["benchmark"].get("limit"),
                  "bench_tokens": section["benchmark"].get("max-tokens"),
-                 "bench_levels": len(levels) if isinstance(levels, list) else 1}
+                 "bench_levels": len(levels) if isinstance(levels, list) else 1,
+                 "bench_repeats": section["benchmark"].get("repeats")}
         for key in ("epochs", "max-steps", "val-ratio", "max-seq-len", "batch-tokens", "ttt-steps", "save-every",
                     "keep-checkpoints", "num-kv-heads"):
             found[key.replace("-", "_")] = section["train"].get(key)
@@ -153,8 +155,10 @@ def target_sizes(path: Path | None) -> dict:
 
 
 def target_bytes(c: dict, folder: Path | None) -> tuple[float, str]:
-    """(bytes of the weights, how counted): MLA, dense and shared experts, embedding and head in bf16, routed experts
-    in INT4 where the config is quantised. Of a target without MLA: what its files take. Raises UserError.
+    """(bytes of the weights, how counted). Raises UserError.
+
+    MLA, dense and shared experts, embedding and head in bf16, routed experts in INT4 where the config is quantised.
+    Of a target without MLA: what its files take.
     """
     if "kv_lora_rank" not in c:
         files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -354,10 +358,10 @@ class Forecast:
 
     def benchmarking(self) -> None:
         a = self.a
-        took = 2 * a.bench_levels * a.bench_prompts * a.bench_tokens / a.stream_rate / 3600
+        took = 2 * a.bench_levels * a.bench_repeats * a.bench_prompts * a.bench_tokens / a.stream_rate / 3600
         self.put("05", "benchmark_hours", took, f"under {hours(took)}", f"2 variants x {a.bench_levels} levels x "
-                 f"{a.bench_prompts} prompts x {a.bench_tokens} tokens / {a.stream_rate:,.0f} tok/s, "
-                 "as if one stream at a time")
+                 f"{a.bench_repeats} repeats x {a.bench_prompts} prompts x {a.bench_tokens} tokens / "
+                 f"{a.stream_rate:,.0f} tok/s, as if one stream at a time")
 
     def fitting(self, folders: tuple | set) -> None:
         a, f = self.a, self.figures

@@ -1,11 +1,12 @@
-"""The training pass of `ttt.py`, made fast on a GPU: the same losses and gradients, with the backward written out by
-hand.
- What it saves, in the order of weight: rows without loss need only keys and values in step 0; the embedding half of
-q, k and v is computed once for all TTT steps (its input is frozen, so its norm's weight is folded into the matrix and
-no gradient goes back through it); gradients of weights are added in place; logits never lie whole in memory;
-attention to the step-0 keys is one flash call over the packed samples, the few diagonal keys are merged by
-log-sum-exp; the rest are Triton kernels.
- Shapes: C context rows, R query rows, H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D, I intermediate, K TTT
+"""The training pass of `ttt.py`, made fast on a GPU: the same losses and gradients, with a backward written by hand.
+
+What it saves, in the order of weight: rows without loss need only keys and values in step 0; the embedding half of q,
+k and v is computed once for all TTT steps (its input is frozen, so its norm's weight is folded into the matrix and no
+gradient goes back through it); gradients of weights are added in place; logits never lie whole in memory; attention
+to the step-0 keys is one flash call over the packed samples, the few diagonal keys are merged by log-sum-exp; the
+rest are Triton kernels.
+
+Shapes: C context rows, R query rows, H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D, I intermediate, K TTT
 steps, Vd draft vocabulary. A layer's step 0 takes all C rows below the last layer, and the R query rows in the last.
 """
 from __future__ import annotations
@@ -30,8 +31,9 @@ def runs(draft) -> bool:
 
 @torch.no_grad()
 def ttt_pass(draft, batch, step_weights, grads=None, kind="ce"):
-    """See ttt.ttt_pass. Of the matrices in FOLDED, `grads` gets the gradient of (matrix * norm weight): `finish`
-    parts them.
+    """See ttt.ttt_pass.
+
+    Of the matrices in FOLDED, `grads` gets the gradient of (matrix * norm weight): `finish` parts them.
     """
     return FusedPass(draft, batch, step_weights, grads, kind).run()
 
@@ -47,8 +49,9 @@ def reduce_order(shape) -> list[str]:
 
 
 def finish(grads, draft) -> None:
-    """Once an optimizer step, on complete gradients: from the gradient G of W * norm to those of W, G * norm, and of
-    the norm, the sum of G * W over its rows.
+    """Once an optimizer step, on complete gradients: part those of FOLDED.
+
+    From the gradient G of W * norm come those of W, G * norm, and of the norm, the sum of G * W over its rows.
     """
     totals = {}
     for name, norm in FOLDED.items():
@@ -85,8 +88,10 @@ def flash_forward(q, kv, rows: Rows, shape):
 
 
 def flash_backward(d_out, q, kv, out, lse, state, rows: Rows, shape):
-    """-> dq (rows, Q), dk, dv (C, KV / 2). Softmax gradients need only the final out and lse, so given those of
-    attention to more keys, this is exact for its part of the keys.
+    """-> dq (rows, Q), dk, dv (C, KV / 2).
+
+    Softmax gradients need only the final out and lse, so given those of attention to more keys, this is exact for its
+    part of the keys.
     """
     keys, heads, dim = shape.key_columns, shape.heads, shape.head_dim
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -191,8 +196,9 @@ class FusedPass:
             self.fc_in = self.ops.rms_norm(batch.aux.view(-1, width), None, eps)[0].view_as(batch.aux)
 
     def layer_forward(self, layer: Layer, k: int, hidden: torch.Tensor) -> torch.Tensor:
-        """One layer in one TTT step: position p, token x[p+1+k], hidden of step k-1, RoPE position p+k, predicts
-        x[p+2+k].
+        """One layer in one TTT step.
+
+        Position p: token x[p+1+k], hidden of step k-1, RoPE position p+k; predicts x[p+2+k].
         """
         w, shape, ops, first = layer.weights, self.shape, self.ops, layer is self.layers[0]
         normed, scale = ops.rms_norm(hidden, w["hidden_norm"], shape.rms_norm_eps)
@@ -324,8 +330,9 @@ class FusedPass:
         return dq
 
     def context_backward(self, layer: Layer, step: LayerStep, d_normed, d_residual, name: dict) -> torch.Tensor:
-        """Step 0 of a layer, below its queries: the gradient of its input (C, H), through the keys and values of all
-        rows.
+        """Step 0 of a layer, below its queries.
+
+        The gradient of its input (C, H), through the keys and values of all rows.
         """
         grads, w, shape, context = self.grads, layer.weights, self.shape, layer.context
         self.ops.rope_(layer.d_kv[:, :shape.key_columns], self.batch.positions, self.draft.rope_table, shape.head_dim,

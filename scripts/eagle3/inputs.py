@@ -41,7 +41,8 @@ class Inputs:
         captured_by = self.facts["sglang_version"]
         return {"schema": SCHEMA, "step": step, "prediction": prediction, "capture_layers": self.layers,
                 "target": self.facts["target"], "sglang_version": captured_by,
-                "serve_sglang_version": args.serve_sglang_version or captured_by, "served_from": served_from(self.shape),
+                "serve_sglang_version": args.serve_sglang_version or captured_by,
+                "served_from": served_from(self.shape),
                 "hidden_states_manifest": self.hashes.get("hidden_states"),
                 "vocab_mapping_manifest": self.hashes["vocab_mapping"], "hidden_size": self.shape.hidden,
                 "draft_vocab_size": self.shape.draft_vocab, "max_seq_len": args.max_seq_len,
@@ -93,9 +94,10 @@ def read_inputs(args, say) -> Inputs:
     ids = layer_ids(layers, version)
     if version_numbers(version) < version_numbers(served_from(shape)):
         raise UserError(f"SGLang {version} does not serve a drafter of this kind ({len(layers)} aux states, "
-                        f"{shape.layers} layers, norms {shape.aux_norm or 'none'} / output {shape.norm_output}): it would "
-                        f"ignore the difference in silence. {served_from(shape)} does: name the server's with "
-                        "--serve-sglang-version, or leave out --fc-norm, --norm-before-fc, --norm-output, --draft-layers.")
+                        f"{shape.layers} layers, norms {shape.aux_norm or 'none'} / output {shape.norm_output}): it "
+                        f"would ignore the difference in silence. {served_from(shape)} does: name the server's with "
+                        "--serve-sglang-version, or leave out --fc-norm, --norm-before-fc, --norm-output, "
+                        "--draft-layers.")
     source = {"plan": "plan.jsonl"} if args.follow else {"hidden_states": "manifest.json"}
     hashes = {**{name: sha256_file(args.data_dir / file) for name, file in source.items()},
               "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),

@@ -4,30 +4,51 @@
             landed.jsonl      {"facts": ...} first, then a line a sample, which {"id", "redo": true} takes back:
                               {"id", "tokens", "prompt_len", "truncated", "next_token", "checksum"}
             quarantine.jsonl  {"id", "reason", "detail"}: will not come
+            deaths.jsonl      {"id"}: a server died while it had this sample; gone when the stage is complete
             bound.json        {"max_disk_gb"}: only in bounded mode
             index.jsonl       at the end: the lines of landed.jsonl that stand, sorted by id
 04 writes   released.jsonl    {"id", "checksum"}: may be removed, and counts as extracted
 
 The order of writing is what makes a kill harmless. A line of landed.jsonl is written before its file is renamed into
 place, so no file stands there without one; a line of released.jsonl is on the disk before its file goes, so a released
-sample can be told from a lost one. A last line without its line end was torn by a kill and does not count.
+sample can be told from a lost one. A last line without its line end was torn by a kill and does not count. A line that
+a disk has damaged costs no more than itself: readers pass over it, and 03 makes landed.jsonl's anew from the file.
 """
 from __future__ import annotations
 
+import collections
 import ctypes
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterable
 
 from eagle3.stage import UserError, append_lines, log, read_json, sha256_file, whole_lines, write_atomic
-from eagle3.states import HEADER_BYTES, StateFile, check_header, sample_path, token_bytes
+from eagle3.states import FACTS, HEADER_BYTES, StateFile, check_header, check_ids, facts_token_bytes, sample_path
 
 
 # ---- read by both sides ----
+def rows_of(lines: Iterable[bytes], path: Path | None = None) -> list[dict]:
+    """The JSON objects of a journal's lines. What is none was damaged: passed over and, with its `path`, told."""
+    rows, damaged = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            damaged.append(number)
+    if damaged and path:
+        log(f"{path}: line {', '.join(map(str, damaged[:9]))} of it damaged: going on without")
+    return rows
+
+
 class Tail:
     """The whole lines that were appended to a journal since the last call."""
 
@@ -45,7 +66,7 @@ class Tail:
             return []
         data = data[:data.rfind(b"\n") + 1]
         self.offset += len(data)
-        return [json.loads(line) for line in data.splitlines()]
+        return rows_of(data.split(b"\n")[:-1])
 
 
 def cut_torn_line(path: Path) -> None:
@@ -71,7 +92,7 @@ def read_facts(folder: Path) -> dict | None:
             lines = file.read(1 << 16).split(b"\n")[:-1]
     except FileNotFoundError:
         return None
-    return next((row["facts"] for row in map(json.loads, lines) if "facts" in row), None)
+    return next((row["facts"] for row in rows_of(lines) if "facts" in row), None)
 
 
 def read_bound(folder: Path) -> int | None:
@@ -82,14 +103,15 @@ def read_bound(folder: Path) -> int | None:
 
 def read_quarantine(folder: Path) -> dict[str, str]:
     """{id: reason} of the samples that will not come."""
-    lines = whole_lines(folder / "quarantine.jsonl").splitlines()
-    return {row["id"]: row["reason"] for row in map(json.loads, lines)}
+    path = folder / "quarantine.jsonl"
+    return {row["id"]: row["reason"] for row in rows_of(whole_lines(path).split(b"\n")[:-1], path) if "reason" in row}
 
 
 def read_released(folder: Path) -> dict[str, str]:
     """{id: checksum} of the samples that 04 has released."""
-    lines = whole_lines(folder / "released.jsonl").splitlines()
-    return {row["id"]: row["checksum"] for row in map(json.loads, lines)}
+    path = folder / "released.jsonl"
+    rows = rows_of(whole_lines(path).split(b"\n")[:-1], path)
+    return {row["id"]: row["checksum"] for row in rows if "checksum" in row}
 
 
 def append_released(folder: Path, checksums: dict[str, str]) -> None:
@@ -104,55 +126,105 @@ def sizes_in_place(folder: Path) -> dict[str, int]:
 
 
 # ---- written by 03 ----
+LEGIBLE = (rb'"id": "([\w.-]{1,120})"', rb'"next_token": (\d+)[,}]')  # of a damaged line: what is looked for
+
+
 def plan_order(sample_id: str) -> str:
     """Sort key of the plan: 01 sorts by id, so that alike samples lie together; a hash of the id parts them."""
     return hashlib.sha256(sample_id.encode()).hexdigest()
 
 
 def write_plan(folder: Path, samples: list) -> None:
-    """plan.jsonl, where it is not there yet. samples: anything with id, tokens and prompt_len."""
-    if not (folder / "plan.jsonl").exists():
-        rows = [{"id": sample.id, "tokens": sample.tokens, "prompt_len": sample.prompt_len}
-                for sample in sorted(samples, key=lambda sample: plan_order(sample.id))]
-        write_atomic(folder / "plan.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    """plan.jsonl, where it is not there yet, or is another --limit's. samples: anything with id, tokens, prompt_len."""
+    rows = [{"id": sample.id, "tokens": sample.tokens, "prompt_len": sample.prompt_len}
+            for sample in sorted(samples, key=lambda sample: plan_order(sample.id))]
+    path, data = folder / "plan.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if not path.exists() or path.read_bytes() != data:
+        write_atomic(path, data)
 
 
 def write_bound(folder: Path, max_disk_gb: float) -> None:
     write_atomic(folder / "bound.json", json.dumps({"max_disk_gb": max_disk_gb}) + "\n")
 
 
+def is_line(row: dict) -> bool:
+    """Whether `row` is one of landed.jsonl's."""
+    if "facts" in row:
+        return isinstance(row["facts"], dict) and set(FACTS) <= row["facts"].keys()
+    kinds = {"tokens": int, "prompt_len": int, "truncated": bool, "checksum": str}
+    return isinstance(row.get("id"), str) and (row.get("redo") is True or "next_token" in row and all(
+        isinstance(row.get(key), kind) for key, kind in kinds.items()))
+
+
+def recovered(raw: bytes) -> list[dict]:
+    """What of a damaged line is a line of landed.jsonl: two where the line end between them was hit, or a redo."""
+    found = [row for text in re.findall(rb"\{[^{}]*\}", raw) for row in rows_of([text]) if is_line(row)]
+    sample_id = re.search(LEGIBLE[0], raw)
+    if not found and sample_id and b'"redo"' in raw:
+        found = [{"id": sample_id[1].decode(), "redo": True}]
+    return found
+
+
 class Journal:
     """landed.jsonl: what lies in place. A sample counts when its line and its file agree; lines are only ever appended.
 
-    rows: {id: line}; facts: what all files of the folder state (states.FACTS), None before the first of them.
+    rows: {id: line}; facts: what all files of the folder state (states.FACTS), None before the first; redone: ids taken
+    back, whose files count no more. Lines that a disk has damaged are blanked out and made anew: what they said
+    stands in the files, but for the engine's next token (`salvaged`, where it was legible).
     """
 
     def __init__(self, folder: Path):
         self.folder, self.path, self.lock = folder, folder / "landed.jsonl", threading.Lock()
         self.rows: dict[str, dict] = {}
         self.facts: dict | None = None
-        good = 0
+        self.redone: set[str] = set()
+        self.salvaged: dict[str, int] = {}
+        end, damaged = 0, []  # of the last whole line; (offset, line)
         if self.path.exists():
             with open(self.path, "rb") as file:
                 for raw in file:
-                    try:
-                        row = json.loads(raw)
-                    except ValueError:
-                        break
                     if not raw.endswith(b"\n"):
                         break  # torn by a kill
-                    good += len(raw)
-                    self.take(row)
+                    row = next(iter(rows_of([raw])), None)
+                    if row is None or row and not is_line(row):
+                        damaged.append((end, raw))
+                        for found in recovered(raw):
+                            self.take(found)
+                    elif row:  # {} is what was blanked out
+                        self.take(row)
+                    end += len(raw)
         self.file = open(self.path, "ab")
-        self.file.truncate(good)
+        self.file.truncate(end)
+        if damaged:
+            self.mend(damaged)
+
+    def mend(self, damaged: list[tuple[int, bytes]]) -> None:
+        """Blank out `damaged` lines, (offset, line) each, in their place, since who reads beside this goes by offsets;
+        what of them is legible and still holds is written anew at the end."""
+        log(f"{self.path}: {len(damaged)} lines damaged: what they said is taken from their files")
+        with open(self.path, "rb+") as file:
+            for offset, raw in damaged:
+                for row in recovered(raw):
+                    if row["id"] in self.redone if row.get("redo") else self.rows.get(row["id"]) == row:
+                        self.add(row)
+                sample_id, token = (re.search(pattern, raw) for pattern in LEGIBLE)
+                if sample_id and token:
+                    self.salvaged[sample_id[1].decode()] = int(token[1])
+                if len(raw) > 2:
+                    file.seek(offset)
+                    file.write(b"{}".ljust(len(raw) - 1) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def take(self, row: dict) -> None:
         if "facts" in row:
             self.facts = row["facts"]
         elif row.get("redo"):
             self.rows.pop(row["id"], None)
+            self.redone.add(row["id"])
         else:
             self.rows[row["id"]] = row
+            self.redone.discard(row["id"])
 
     def add(self, row: dict) -> None:
         with self.lock:
@@ -160,26 +232,40 @@ class Journal:
             self.file.write(json.dumps(row).encode() + b"\n")
             self.file.flush()
 
+    def add_sample(self, sample, checksum: str, next_token: int | None) -> None:
+        """The line of `sample` (id, tokens, prompt_len, truncated)."""
+        self.add({"id": sample.id, "tokens": sample.tokens, "prompt_len": sample.prompt_len,
+                  "truncated": sample.truncated, "next_token": next_token, "checksum": checksum})
+
     def sync(self) -> None:
         with self.lock:
             os.fsync(self.file.fileno())
 
-    def in_place(self, sample) -> bool:
-        """Whether `sample` (id, tokens, prompt_len) lies in place: line and file agree on size, facts and checksum.
+    def in_place(self, sample, ids: Callable[[], list[int]]) -> bool:
+        """Whether `sample` (as for add_sample) lies in place: line and file agree on size, facts and checksum. A file
+        whose line is lost or says otherwise, but which is this sample's (`ids`), gets a new line.
 
-        The checksum is the one in the file's header; --verify computes it.
+        The checksum is the one in the file's header; --verify computes it. Raises UserError.
         """
         row, path = self.rows.get(sample.id), sample_path(self.folder, sample.id)
-        if row is None or row["tokens"] != sample.tokens or not path.exists():
+        if sample.id in self.redone or not path.exists():
             return False
         try:
             with StateFile(path) as file:
-                check_header(file, sample.id, sample.tokens, sample.prompt_len, self.facts)
-                if file.metadata["checksum"] != row["checksum"]:
-                    raise ValueError("its checksum is not the one written down")
+                facts = check_header(file, sample.id, sample.tokens, sample.prompt_len, self.facts)
+                checksum = file.metadata["checksum"]
+                if row is None or (row["tokens"], row["checksum"]) != (sample.tokens, checksum):
+                    check_ids(file, ids(), sample.prompt_len)
+                    log(f"{path}: its line in {self.path.name} is lost or damaged: made anew from the file")
+                    if self.facts is None:
+                        self.add({"facts": facts})
+                    self.add_sample(sample, checksum, (row or {}).get("next_token", self.salvaged.get(sample.id)))
         except ValueError as error:
             log(f"{path}: {error}: extracting it again")
             return False
+        except OSError as error:  # of one file, or of the whole disk: not a reason to make all of it again
+            raise UserError(f"{path}: cannot be read ({error.strerror}). Mend the disk, or remove this file, which is "
+                            "extracted again then.") from None
         return True
 
     def write_index(self, ids: list[str]) -> str:
@@ -192,6 +278,27 @@ class Journal:
         rows = [json.dumps(self.rows[sample_id], sort_keys=True) + "\n" for sample_id in sorted(ids)]
         write_atomic(self.folder / "index.jsonl", "".join(rows))
         return sha256_file(self.folder / "index.jsonl")
+
+
+class Deaths:
+    """deaths.jsonl: which samples a server had when it died, over restarts of 03. counts: {id: deaths}."""
+
+    def __init__(self, folder: Path):
+        self.path, self.lock = folder / "deaths.jsonl", threading.Lock()
+        if self.path.exists():
+            cut_torn_line(self.path)
+        rows = rows_of(whole_lines(self.path).split(b"\n")[:-1], self.path)
+        self.counts = collections.Counter(row.get("id") for row in rows)
+
+    def add(self, sample_id: str) -> int:
+        """One more death; how many these are."""
+        with self.lock:
+            self.counts[sample_id] += 1
+            append_lines(self.path, [{"id": sample_id}])
+            return self.counts[sample_id]
+
+    def forget(self) -> None:
+        self.path.unlink(missing_ok=True)
 
 
 class Quarantine:
@@ -207,6 +314,10 @@ class Quarantine:
         with self.lock:
             self.reasons[sample_id] = reason
             append_lines(self.path, [{"id": sample_id, "reason": reason, "detail": detail}])
+
+    def keep(self, ids: set[str]) -> None:
+        """Count only these: another --limit may have named more."""
+        self.reasons = {sample_id: reason for sample_id, reason in self.reasons.items() if sample_id in ids}
 
 
 # ---- bounded mode ----
@@ -249,7 +360,7 @@ class Room:
         """
         while not stopped():
             facts = self.journal.facts
-            need = sample.tokens * token_bytes(facts["hidden_size"], facts["dtype"]) + HEADER_BYTES if facts else 0
+            need = sample.tokens * facts_token_bytes(facts) + HEADER_BYTES if facts else 0
             with self.lock:
                 self.poll()
                 # Before the first file its size is unknown: that one goes alone

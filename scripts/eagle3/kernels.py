@@ -186,8 +186,10 @@ def rope_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, stride, heads, sign, HALF
 
 
 def diagonal_launch(q, shape) -> tuple[tuple, dict]:
-    """Grid and block sizes: a program takes one row and as many kv heads, with their query heads, as make about 1024
-    elements."""
+    """Grid and block sizes.
+
+    A program takes one row and as many kv heads, with their query heads, as make about 1024 elements.
+    """
     group = shape.heads // shape.kv_heads
     blocks = {"BG": triton.next_power_of_2(group), "BD": triton.next_power_of_2(shape.head_dim)}
     blocks["BH"] = min(max(1, 1024 // (blocks["BG"] * blocks["BD"])), triton.next_power_of_2(shape.kv_heads))

@@ -72,10 +72,11 @@ async def stream_answer(session: aiohttp.ClientSession, url: str, body: bytes, i
                 if not event.startswith(b"data: ") or event == b"data: [DONE]":
                     continue
                 at = event.rfind(b'"completion_tokens":')
-                if at < 0:
+                number = re.match(rb"\s*(\d+)", event[at + 20:at + 40]) if at >= 0 else None
+                if not number:
                     raise Dropped("error event", event[6:300].decode(errors="replace"))
                 times.append(now)
-                counts.append(int(re.match(rb"\s*(\d+)", event[at + 20:at + 40])[1]))
+                counts.append(int(number[1]))
                 last = event
                 if incremental:
                     ids += json.loads(event[6:])["output_ids"]
@@ -88,7 +89,7 @@ async def stream_answer(session: aiohttp.ClientSession, url: str, body: bytes, i
     return {"prompt_tokens": meta["prompt_tokens"], "completion_tokens": meta["completion_tokens"],
             "finish": finish["type"], "cached_tokens": meta.get("cached_tokens"), "latency_s": times[-1],
             "times_s": [round(at, 5) for at in times], "counts": counts, "spec": spec_counts(meta),
-            "output_ids": ids if incremental else answer["output_ids"]}
+            "output_ids": ids if incremental else answer["output_ids"] if counts[-1] else []}
 
 
 def kind_of(error: Exception) -> str:

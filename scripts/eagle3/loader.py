@@ -1,5 +1,6 @@
-"""The loader: threads read bins of samples ahead, copies to the device run beside the computation, and a sample that
-the disk does not give is left out.
+"""The loader: threads read bins of samples ahead, and copies to the device run beside the computation.
+
+A sample that the disk does not give is left out.
 """
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "RTX PRO 6000": 504}
 
 
 def step_metrics(sums: torch.Tensor, counts) -> dict:
-    """loss_k, full_acc_k, cond_acc_k from the sums of a pass over all ranks and the loss rows of each step. None where
-    nothing was counted: no draft of the step before was right, or no response is that long.
+    """loss_k, full_acc_k, cond_acc_k from the sums of a pass over all ranks and the loss rows of each step.
+
+    None where nothing was counted: no draft of the step before was right, or no response is that long.
     """
     metrics = {}
     for k, (loss, counted, chain, before) in enumerate(sums.tolist()):
@@ -75,8 +76,9 @@ def gpu_use(flops: float, device) -> str:
 
 
 class Metrics:
-    """metrics.jsonl (and TensorBoard): rows {"step", ...}. Nothing in it depends on time: a resumed run ends in the
-    same bytes.
+    """metrics.jsonl (and TensorBoard): rows {"step", ...}.
+
+    Nothing in it depends on time: a resumed run ends in the same bytes.
     """
 
     def __init__(self, output: Path, step: int, tensorboard: bool):

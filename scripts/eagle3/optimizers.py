@@ -1,4 +1,4 @@
-"""Gradients as the passes add them up, and the optimizers that turn them into new weights: AdamW, and Muon for matrices.
+"""Gradients as the passes add them up, and the optimizers that turn them into weights: AdamW, and Muon for matrices.
 
 Shapes: a matrix (m, n) with m <= n, transposed where it is taller than wide.
 """
@@ -14,9 +14,9 @@ from eagle3.drafter import NamedTensors, layer_weights, sum_dtype
 
 EPSILON = 1e-8  # AdamW's
 MOMENTUM = 0.95  # Muon's
-# Odd quintics a x + b x^3 + c x^5, one an iteration, that together bring [0.01, 1] into [0.73, 1.27]: the greedy minimax
-# composition of Polar Express (arXiv 2505.16932, algorithm 1, started at 0.01). Five of Muon's first ones bring [0.003, 1]
-# into [0.68, 1.20].
+# Odd quintics a x + b x^3 + c x^5, one an iteration, that together bring [0.01, 1] into [0.73, 1.27]: the greedy
+# minimax composition of Polar Express (arXiv 2505.16932, algorithm 1, started at 0.01). Five of Muon's first ones bring
+# [0.003, 1] into [0.68, 1.20].
 QUINTICS = ((8.093368512548258, -23.62043032882428, 17.446151749836254),
             (3.636585554259042, -2.7219267466089088, 0.5365462883273615),
             (2.6612999857771005, -1.9771545218846251, 0.4526164069964009))
@@ -140,14 +140,15 @@ def symmetric_product(a, b, out=None):
 
 
 def orthogonal_factor(gradient: torch.Tensor) -> torch.Tensor:
-    """The matrix nearest to `gradient` (..., m, n) whose singular values are near 1: U V^T of its SVD, by Newton-Schulz.
+    """The matrix nearest to `gradient` (..., m, n) whose singular values are near 1: U V^T of its SVD.
 
-    The quintics are applied to the Gram matrix A = X X^T, which is m x m: with P = a + b A + c A^2, X' = P X and
-    A' = P A P, so X is multiplied once, at the end, by the product Q of all P. All of them are polynomials of the first
-    A, so they commute and their products are symmetric, nearly half of which need not be computed. Three iterations take
-    4 m^2 n + 18 m^3 operations, less what symmetry saves; five of Muon's 20 m^2 n + 10 m^3. X is scaled by the root of
-    A's Frobenius norm, the least bound on the largest singular value to be had here: the others begin nearer to 1.
-    On a GPU all is float16: small singular values lie in the bits that bfloat16 lacks.
+    By Newton-Schulz. The quintics are applied to the Gram matrix A = X X^T, which is m x m: with P = a + b A + c A^2,
+    X' = P X and A' = P A P, so X is multiplied once, at the end, by the product Q of all P. All of them are
+    polynomials of the first A, so they commute and their products are symmetric, nearly half of which need not be
+    computed. Three iterations take 4 m^2 n + 18 m^3 operations, less what symmetry saves; five of Muon's 20 m^2 n +
+    10 m^3. X is scaled by the root of A's Frobenius norm, the least bound on the largest singular value to be had
+    here: the others begin nearer to 1. On a GPU all is float16: small singular values lie in the bits that bfloat16
+    lacks.
     """
     tall = gradient.shape[-2] > gradient.shape[-1]
     x = gradient.transpose(-2, -1) if tall else gradient
@@ -203,7 +204,8 @@ class Matrix:
         if self.heads == 1:
             return orthogonal_factor(whole)
         if self.side_by_side:
-            return orthogonal_factor(whole.view(rows, self.heads, -1).transpose(0, 1)).transpose(0, 1).reshape(rows, columns)
+            apart = whole.view(rows, self.heads, -1).transpose(0, 1)
+            return orthogonal_factor(apart).transpose(0, 1).reshape(rows, columns)
         return orthogonal_factor(whole.view(self.heads, -1, columns)).reshape(rows, columns)
 
 
@@ -235,11 +237,11 @@ def shared_out(matrices: dict[str, Matrix], world: int) -> dict[str, int]:
 
 
 class Muon:
-    """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) for the matrices, AdamW for lm_head and the norms.
+    """Muon for the matrices, AdamW for lm_head and the norms.
 
-    The update is the orthogonal factor of the Nesterov momentum, times 0.2 sqrt(max(m, n)): the size of AdamW's, so that
-    one learning rate serves both (Moonlight, arXiv 2502.16982). Several ranks share the matrices and send each other
-    the results.
+    Source: Jordan et al., https://kellerjordan.github.io/posts/muon. The update is the orthogonal factor of the
+    Nesterov momentum, times 0.2 sqrt(max(m, n)): the size of AdamW's, so that one learning rate serves both
+    (Moonlight, arXiv 2502.16982). Several ranks share the matrices and send each other the results.
     """
 
     def __init__(self, draft, betas: tuple[float, float], decay: float):

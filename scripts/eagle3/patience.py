@@ -15,8 +15,9 @@ Read = TypeVar("Read")
 
 
 def patiently(read: Callable[[], Read], what) -> Read:
-    """read(), again after each of PAUSES where it raises an OSError that may pass. It must open the file itself: a
-    handle that went stale stays so. Raises what the last try raises.
+    """read(), again after each of PAUSES where it raises an OSError that may pass. Raises what the last try raises.
+
+    It must open the file itself: a handle that went stale stays so.
     """
     for pause in PAUSES:
         try:

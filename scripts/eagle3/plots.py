@@ -1,27 +1,54 @@
 """The pictures of a benchmark's report; each is drawn where it has something to show."""
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from eagle3.report import shares
 
 
-def draw_plots(report: dict, folder: Path) -> list[str]:
-    """Draws speed_up.png, acceptance.png (by draft position), groups.png (by source and context); the names of those
-    that had something to show."""
+def pyplot():
+    """matplotlib.pyplot, drawing into files. Raises whatever a broken installation does."""
     import matplotlib  # here: it takes a second to import
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    drawn = []
-    for name, draw in (("speed_up.png", draw_speed_up), ("acceptance.png", draw_acceptance),
-                       ("groups.png", draw_groups)):
-        figure = draw(plt, report)
-        if figure:
-            figure.tight_layout()
-            figure.savefig(folder / name, dpi=120)
-            plt.close(figure)
-            drawn.append(name)
-    return drawn
+    return plt
+
+
+def why_not(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def no_plots() -> str | None:
+    """Why nothing can be drawn here; None where matplotlib works."""
+    try:
+        pyplot()
+    except Exception as error:  # an installation can be broken in any way, and a report needs no pictures
+        return why_not(error)
+    return None
+
+
+def draw_plots(report: dict, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Draws speed_up.png, acceptance.png (by draft position), groups.png (by source and context).
+
+    Returns the names of those that had something to show, and {name: why} of those that failed: a report does not
+    hang on its pictures.
+    """
+    drawn, failed = [], {}
+    for name, draw in PLOTS.items():
+        try:
+            plt = pyplot()
+            figure = draw(plt, report)
+            if figure:
+                figure.tight_layout()
+                figure.savefig(folder / name, dpi=120)
+                plt.close(figure)
+                drawn.append(name)
+        except Exception as error:  # also a full disk, a font cache that cannot be written
+            failed[name] = why_not(error)
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()  # half of a picture
+    return drawn, failed
 
 
 def draw_speed_up(plt, report: dict):
@@ -81,3 +108,6 @@ def draw_groups(plt, report: dict):
         axis.axhline(1, color="grey", linestyle="--", linewidth=1)
         axis.set(title=title, ylabel="accept_length" if axis is axes[0] else "")
     return figure
+
+
+PLOTS = {"speed_up.png": draw_speed_up, "acceptance.png": draw_acceptance, "groups.png": draw_groups}

@@ -117,8 +117,10 @@ class Leaving:
         self.heard = True
 
     def agreed(self, at_once: bool = False) -> bool:
-        """Whether to leave: the same answer on all ranks, which must ask at the same places. Without `at_once` it is
-        what they had heard when they asked before, so that none waits for the slowest to answer.
+        """Whether to leave: the same answer on all ranks, which must ask at the same places.
+
+        Without `at_once` it is what they had heard when they asked before, so that none waits for the slowest to
+        answer.
         """
         if self.process.world == 1:
             return self.heard

@@ -1,6 +1,7 @@
-"""Defaults that hang on the run: what was seen to give the drafter that is accepted most. A flag that is given stays as it is.
+"""Defaults that hang on the run: what was seen to give the drafter that is accepted most.
 
-The measurements are in scripts/README.md ("The recipe"). A folder that was begun goes on with the values it began with.
+A flag that is given stays as it is. The measurements are in scripts/README.md ("The recipe"). A folder that was begun
+goes on with the values it began with.
 """
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ LOOP = {"optimizer": "adamw"}
 LOOP_BEFORE = {"optimizer": "adamw"}
 
 
-def begun(output: Path) -> dict | None:
+def old_config(output: Path) -> dict | None:
     """The config that a folder was begun with; None for a new one. Raises UserError."""
     path = output / "stage.json"
     return read_json(path) if path.exists() else None
@@ -28,7 +29,7 @@ def flag(name: str) -> str:
 
 def fill(args) -> None:
     """Fills in what was left out, before anything is read. Raises UserError."""
-    old = begun(args.output_dir)
+    old = old_config(args.output_dir)
     for name in LOOP:
         if getattr(args, name) is None:
             setattr(args, name, LOOP[name] if old is None else old.get(flag(name), LOOP_BEFORE[name]))

@@ -12,7 +12,8 @@ from eagle3.measured import Measured
 def build_report(measured: Measured, prompts: list[dict], prediction: dict | None, config: dict) -> dict:
     """Everything that is said about the run. prediction: training's, of the drafter; config: flag -> value."""
     units = measured.units
-    levels, variants = sorted({unit["level"] for unit in units}), list(dict.fromkeys(u["variant"] for u in units))
+    levels, names = sorted({unit["level"] for unit in units}), dict.fromkeys(unit["variant"] for unit in units)
+    variants = sorted(names, key=lambda name: name != "plain")  # it may have been measured again, after the others
     steps = {name: measured.servers.get(name, {}).get("speculative_num_steps") or 0 for name in variants}
     report = {"levels": {}, "variants": {}, "servers": measured.servers, "config": config, "prompts": {
         "count": len(prompts), "sources": count(prompt["source"] for prompt in prompts),
@@ -33,7 +34,7 @@ def build_report(measured: Measured, prompts: list[dict], prediction: dict | Non
 
 
 def level_rows(of: dict[str, list[dict]], steps: dict[str, int], probes: dict, config: dict) -> dict[str, dict]:
-    """{variant: figures} of one level; of: {variant: its units}."""
+    """{variant: figures} of one level; of: {variant: its units}, plain first."""
     row, greedy, price = {}, config["temperature"] == 0, config["usd-per-hour"]
     for variant, units in of.items():
         row[variant] = figures = level_figures(units, steps[variant])
@@ -42,7 +43,7 @@ def level_rows(of: dict[str, list[dict]], steps: dict[str, int], probes: dict, c
         if variant == "plain" or "plain" not in of:
             continue
         figures |= speed_up(of["plain"], units)
-        base, step = row["plain"]["decode_step_s"], figures["decode_step_s"]  # plain is always measured first
+        base, step = row["plain"]["decode_step_s"], figures["decode_step_s"]
         # what one verify step costs in plain steps: the emitted tokens a step above which speculation pays
         figures["break_even"] = step / base if base and step else None
         if greedy:
@@ -72,19 +73,25 @@ def acceptance_groups(records: list[dict], prompts: list[dict], steps: int) -> d
 
 
 def verdict(row: dict[str, dict]) -> str:
-    """One sentence to act on, about one level."""
+    """One sentence to act on, about one level; none without an interval that holds prompts and runs."""
     rivals = {name: figures for name, figures in row.items() if name != "plain" and figures.get("speed_up")}
     if not rivals:
-        return "no baseline at this level, so no speed-up"
+        compared = "plain" in row and len(row) > 1
+        return f"{'no token came back' if compared else 'no baseline at this level'}, so no speed-up"
     name = max(rivals, key=lambda key: rivals[key]["speed_up"])
     speed, interval = rivals[name]["speed_up"], rivals[name]["interval"]
-    low, high = interval or (speed, speed)
-    word = "serve it" if low > 1 else "do not serve it: slower" if high < 1 else \
-        "undecided: the interval holds 1.00, measure more prompts or repeats"
-    said = f"{name}: {word} ({speed:.2f}x" + (f", 95 % interval {low:.2f} to {high:.2f})" if interval else ")")
+    if interval:
+        low, high = interval
+        word = "serve it" if low > 1 else "do not serve it: slower" if high < 1 else \
+            "undecided: the interval holds 1.00, measure more prompts or repeats"
+        said = f"{name}: {word} ({speed:.2f}x, 95 % interval {low:.2f} to {high:.2f})"
+    else:
+        said = f"{name}: no verdict ({speed:.2f}x; {rivals[name].get('no_interval')})"
     for variant in ("plain", name):
         failed, requests = sum(row[variant]["failed"].values()), row[variant]["requests"]
         said += f"; {failed} of {requests} requests of {variant} failed: look at them first" if failed else ""
+        empty = row[variant].get("empty")
+        said += f"; {empty} of {requests} answers of {variant} are empty" if empty else ""
     return said
 
 
@@ -137,8 +144,11 @@ def accept_table(head: str, groups: dict[str, dict]) -> str:
 def level_remarks(level: str, variant: str, f: dict, version: str | None) -> list[str]:
     """What the table has no room for: the cost of a verify step, energy, price, noise, and where answers part."""
     said = []
+    if len(f.get("tok_s_repeats", ())) > 1:
+        said.append(f"tok/s of its runs: {', '.join(f'{tok_s:,.1f}' for tok_s in f['tok_s_repeats'])}.")
     if f.get("break_even") and f["accept"]:
-        emitted = (f["output_tokens"] - sum(f["finish"].values())) / f["accept"]["verify_steps"]
+        begun = sum(f["finish"].values()) - f["empty"]  # answers: the first token of each came from the prefill
+        emitted = (f["output_tokens"] - begun) / f["accept"]["verify_steps"]
         said.append(f"a verify step takes {f['break_even']:.2f} times a plain step and emits {emitted:.2f} tokens.")
     if variant != "plain" and not f["accept"]:
         said.append(f"the answers of SGLang {version} carry no speculative counts, so there is no accept_length.")
@@ -192,13 +202,14 @@ def report_markdown(report: dict, plots: list[str]) -> str:
     if report.get("sweep"):
         out += ["", "## Best flags", ""]
         out += [f"- {level} stream(s): {best['variant']} ({best['tok_s']:,.1f} tok/s)\n\n      {best['command']}"
-                for level, best in report["sweep"].items()]
+                for level, best in report["sweep"].items() if best]
         out += [f"- {variant} is left out: {why}" for variant, why in report["left_out"].items()]
     if report.get("doctor"):
         doctor = report["doctor"]
         out += ["", "## Doctor", "", doctor["summary"], "",
                 *(f"- **{f['cause']}**: {f['finding']} {f['remedy']}" for f in doctor["findings"]),
                 *(f"- not checked: {name}: {why}" for name, why in doctor["unchecked"].items())]
+    out += ["", *(f"- no {name}: {why}" for name, why in report.get("not_drawn", {}).items())]
     return "\n".join(out + [""] + [f"![{Path(plot).stem}]({plot})" for plot in plots]) + "\n"
 
 
@@ -208,7 +219,8 @@ def how_measured(report: dict) -> str:
     return (f"{prompts['count']} prompts ({sources}; thinking {', '.join(prompts['thinking'])}), "
             f"{'exactly' if config['fixed-length'] else 'at most'} {config['max-tokens']} tokens, "
             f"temperature {config['temperature']}, repeats {config['repeats']}. tok/s: output tokens over wall time. "
-            f"ITL: time per token after the first. Intervals: 95 %, {BOOTSTRAP} resamples of the prompts. "
+            f"ITL: time per token after the first. Intervals: 95 %, over prompts ({BOOTSTRAP} resamples) and over runs "
+            "(Student's t of the scatter between repeats). "
             "accept_length: 1 + correct drafts / verify steps over all requests together.")
 
 

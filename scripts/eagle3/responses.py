@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterator
 
+from eagle3.masking import clean
 from eagle3.stage import UserError, read_manifest, sha256_file
 
 WRITTEN_BY = "01_generate"
@@ -71,8 +72,8 @@ def drop_row(row_id: str, reason: str, detail: str = "", usage: dict | None = No
 
 
 def printable(text: object) -> str:
-    """One line that any file takes: a server's message may hold half a surrogate pair."""
-    return " ".join(f"{text}".split())[:200].encode(errors="replace").decode()
+    """One line that any file and terminal takes. A server's words may hold half a surrogate pair, escape codes, a key."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(clean(f"{text}").split())[:200])
 
 
 # ---- assistant messages, in whatever spelling an API or a data set has for them ----
@@ -88,17 +89,50 @@ def reasoning_of(message: dict) -> str | None:
     return "".join(part.get("text") or "" for part in details) if details else None
 
 
+def content_of(content: object) -> tuple[str, str | None]:
+    """(text, reasoning or None) of a message's content: a text, parts, or nothing. Raises TypeError, Drop.
+
+    Some APIs put the reasoning among the parts: {"type": "thinking", "thinking": a text or text parts}.
+    """
+    if content is None or isinstance(content, str):
+        return content or "", None
+    if not isinstance(content, list):
+        raise TypeError(f"content is {type(content).__name__}")
+    texts, thoughts = [], []
+    for part in content:
+        kind = part.get("type")
+        if kind in ("thinking", "reasoning"):
+            thought = part.get("thinking") or part.get(kind) or part.get("text") or ""
+            thoughts.append(content_of(thought)[0])
+        elif kind in ("redacted_thinking", "reasoning.encrypted"):
+            raise Drop("reasoning_encrypted")
+        elif isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind not in ("text", "output_text"):
+            raise Drop("not_text", f"a part of type {kind!r}")
+    return "".join(texts), "".join(thoughts) if thoughts else None
+
+
 def text_calls(calls: list) -> list[dict]:
-    """Tool calls with the fields of every row, arguments as JSON text. Raises TypeError, KeyError, AttributeError."""
-    calls = [{"id": str(call.get("id") or ""), "type": "function", "function": {
-        "name": call["function"]["name"], "arguments": call["function"].get("arguments") or "{}"}} for call in calls]
-    if not all(isinstance(text, str) for call in calls for text in call["function"].values()):
-        raise TypeError("a call's name or arguments are no text")
+    """Tool calls with the fields of every row, arguments as JSON text.
+
+    Raises Drop where they come in another form: asked again they would come so again, and an object does not tell which
+    text, and so which tokens, the target wrote.
+    """
+    try:
+        calls = [{"id": str(call.get("id") or ""), "type": "function", "function": {
+            "name": call["function"]["name"], "arguments": call["function"].get("arguments") or "{}"}}
+            for call in calls]
+        wrong = [text for call in calls for text in call["function"].values() if not isinstance(text, str)]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise Drop("bad_tool_calls", f"no list of calls with a function each: {error!r}") from None
+    if wrong:
+        raise Drop("bad_tool_calls", f"a call's name or arguments are no text but {type(wrong[0]).__name__}")
     return calls
 
 
 def message_of(row: dict) -> dict:
-    """The answer of a row as the message that the next turn's prompt holds."""
+    """The answer of a row, or the fields of an Answer, as the message that the next turn's prompt holds."""
     message = {"role": "assistant", "content": row["content"]}
     if row["reasoning"]:
         message["reasoning_content"] = row["reasoning"]

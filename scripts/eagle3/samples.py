@@ -25,6 +25,7 @@ class Sample:
     prompt_len: int  # tokens before the first response token
     tokens: int      # T, after --max-length
     truncated: bool  # by --max-length
+    largest: int     # of its token ids
 
 
 def read_samples(parts: list[Path], max_length: int, limit: int) -> tuple[list[Sample], collections.Counter]:
@@ -34,7 +35,8 @@ def read_samples(parts: list[Path], max_length: int, limit: int) -> tuple[list[S
         with open(path, "rb") as file:
             offset = 0
             for line, raw in enumerate(file, 1):
-                sample_id, prompt_len, full = read_row(raw, f"{path}:{line}")
+                sample_id, prompt_len, ids = read_row(raw, f"{path}:{line}")
+                full = len(ids)
                 if sample_id in seen:
                     raise UserError(f"{path}:{line}: id {sample_id!r} is there twice. Run 01_generate.py again.")
                 seen.add(sample_id)
@@ -44,26 +46,27 @@ def read_samples(parts: list[Path], max_length: int, limit: int) -> tuple[list[S
                 elif tokens <= prompt_len:
                     dropped["prompt fills --max-length"] += 1
                 else:
-                    samples.append(Sample(sample_id, number, offset, prompt_len, tokens, tokens < full))
+                    samples.append(Sample(sample_id, number, offset, prompt_len, tokens, tokens < full,
+                                          max(ids[:tokens])))
                 offset += len(raw)
                 if limit and len(samples) == limit:
                     return samples, dropped
     return samples, dropped
 
 
-def read_row(raw: bytes, place: str) -> tuple[str, int, int]:
-    """(id, tokens of the prompt, tokens in all) of one line of a part file. Raises UserError."""
+def read_row(raw: bytes, place: str) -> tuple[str, int, list[int]]:
+    """(id, tokens of the prompt, token ids of prompt and response) of one line of a part file. Raises UserError."""
     try:
         row = json.loads(raw)
         sample_id, prompt, response = row["id"], row["prompt_ids"], row["response_ids"]
-        if not isinstance(sample_id, str) \
-                or not all(isinstance(token, int) and token >= 0 for token in prompt + response):
+        ids = prompt + response
+        if not isinstance(sample_id, str) or not all(isinstance(token, int) and token >= 0 for token in ids):
             raise ValueError
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{place}: no row with id, prompt_ids and response_ids. Run 01_generate.py again.") from None
     if not ID.fullmatch(sample_id):
         raise UserError(f"{place}: id {sample_id!r} is no safe file name. Run 01_generate.py again.")
-    return sample_id, len(prompt), len(prompt) + len(response)
+    return sample_id, len(prompt), ids
 
 
 def read_ids(parts: list[Path], sample: Sample) -> list[int]:

@@ -33,8 +33,10 @@ class Plan:
 
 
 def plan_steps(args, inputs, sources: Sources, head: torch.Tensor, process) -> Plan:
-    """Every file is read and compared once, then packed into steps. With --order plan they are packed as 03 planned,
-    and what is bad is left out; --follow checks each sample as it lands. Raises UserError.
+    """Every file is read and compared once, then packed into steps. Raises UserError.
+
+    With --order plan they are packed as 03 planned, and what is bad is left out; --follow checks each sample as it
+    lands.
     """
     has = find_samples(args, sources, head, process)
     found, dropped, planned, rows = {sample.id: sample for sample in has.samples}, has.dropped, [], []
@@ -59,8 +61,9 @@ def plan_steps(args, inputs, sources: Sources, head: torch.Tensor, process) -> P
 
 
 def plan_epochs(args, train: list, process) -> tuple[list, list[int]]:
-    """(a step each: (epoch, bins of all ranks), the steps at which epochs end), no further than --max-steps. Raises
-    UserError.
+    """(a step each: (epoch, bins of all ranks), the steps at which epochs end), no further than --max-steps.
+
+    Raises UserError.
     """
     bins_per_step, shuffle = process.world * args.grad_accum, args.order == "shuffle"
     schedule, ends = [], []

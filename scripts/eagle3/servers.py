@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import json
 import os
@@ -22,6 +23,8 @@ from typing import Iterator
 
 import httpx
 
+from eagle3.masking import masked
+from eagle3.server_log import opened, why_ended
 from eagle3.stage import UserError, log
 
 ROLE_KEYS = {"extends", "command", "flags", "env"}
@@ -38,19 +41,36 @@ def role_chain(servers: dict, role: str) -> list[dict]:
     """`role` and the roles it extends, itself first. Raises UserError."""
     chain, seen, name = [], set(), role
     while name is not None:
-        if name not in servers:
-            raise UserError(f"servers.{name}: no such role in the run file; there are {sorted(servers)}.")
+        if not isinstance(servers, dict) or not isinstance(name, str) or name not in servers:
+            there = sorted(map(str, servers)) if isinstance(servers, dict) else "none: it is no mapping of roles"
+            raise UserError(f"servers.{name}: no such role in the run file; there are {there}.")
         if name in seen:
             raise UserError(f"servers.{role}: `extends` goes in a circle.")
         if not isinstance(servers[name], dict):
             raise UserError(f"servers.{name}: no keys in it; known: extends, command, flags, env.")
-        unknown = sorted(set(servers[name]) - ROLE_KEYS)
-        if unknown:
-            raise UserError(f"servers.{name}: unknown key {unknown}; known: extends, command, flags, env.")
+        check_role(name, servers[name])
         chain.append(servers[name])
         seen.add(name)
         name = servers[name].get("extends")
     return chain
+
+
+def check_role(name: str, spec: dict) -> None:
+    """Raises UserError."""
+    unknown = sorted(map(str, set(spec) - ROLE_KEYS))
+    if unknown:
+        raise UserError(f"servers.{name}: unknown key {unknown}; known: extends, command, flags, env.")
+    command = spec.get("command", ["{python}"])
+    if not isinstance(command, list) or not command or not all(isinstance(word, (str, int, float)) for word in command):
+        raise UserError(f"servers.{name}.command: must be a list of words, as in [\"{{python}}\", -m, "
+                        "sglang.launch_server].")
+    for part in ("flags", "env"):
+        if not isinstance(spec.get(part) or {}, dict):
+            raise UserError(f"servers.{name}.{part}: must be `name: value` pairs, not a {type(spec[part]).__name__}.")
+    nested = [f"flags.{key}" for key, value in (spec.get("flags") or {}).items() if isinstance(value, dict)]
+    nested += [f"env.{key}" for key, value in (spec.get("env") or {}).items() if isinstance(value, (dict, list))]
+    if nested:
+        raise UserError(f"servers.{name}.{nested[0]}: must be one value, or of a flag a list of them.")
 
 
 def role_settings(servers: dict, role: str) -> dict:
@@ -66,21 +86,28 @@ def role_settings(servers: dict, role: str) -> dict:
 def server_command(servers: dict, role: str) -> tuple[list[str], dict[str, str]]:
     """argv and added environment of `role` in a run file's `servers`. Raises UserError."""
     command, flags, env = role_settings(servers, role).values()
-    argv = [sys.executable if word == "{python}" else word for word in command]
+    argv = [sys.executable if word == "{python}" else str(word) for word in command]
     for flag, value in flags.items():
         if value is True:
             argv.append(f"--{flag}")
         elif value is not None and value is not False:
             argv += [f"--{flag}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-    return argv, {key: str(value) for key, value in env.items()}
+    return argv, {str(key): str(value) for key, value in env.items() if value is not None}
 
 
 def flag_value(argv: list[str], flag: str, default: str) -> str:
-    return argv[argv.index(flag) + 1] if flag in argv else default
+    """The value of `flag` in a command: of its last mention, as argparse reads it."""
+    for at in reversed(range(len(argv))):
+        if argv[at].startswith(f"{flag}="):
+            return argv[at].partition("=")[2]
+        if argv[at] == flag and at + 1 < len(argv):
+            return argv[at + 1]
+    return default
 
 
 def command_line(argv: list[str], env: dict[str, str]) -> str:
-    """The line that starts it in a shell."""
+    """The line that starts it in a shell; where it needs a secret, `***` stands for it."""
+    env, argv = masked(env), masked(argv)
     return " ".join([*(f"{key}={shlex.quote(value)}" for key, value in env.items()), shlex.join(argv)])
 
 
@@ -112,10 +139,10 @@ def call(url: str, headers: dict | None = None, body: dict | None = None, timeou
         return response.text
 
 
-def healthy(url: str, timeout: float = 2.0) -> bool:
+def healthy(url: str, timeout: float = 2.0, headers: dict | None = None) -> bool:
     """Whether /health answers well within so many seconds."""
     try:
-        call(f"{url}/health", timeout=timeout)
+        call(f"{url}/health", headers, timeout=timeout)
         return True
     except NO_ANSWER:
         return False
@@ -123,20 +150,32 @@ def healthy(url: str, timeout: float = 2.0) -> bool:
 
 # ---- start and stop ----
 def address(servers: dict, role: str) -> tuple[str, int]:
-    """Where `role` will listen: (host, port). Raises UserError: the target is not there, or the port is taken."""
+    """Where `role` will listen: (host, port). Raises UserError: the target is not there, or the port cannot be had."""
     argv, _ = server_command(servers, role)
-    host, port = flag_value(argv, "--host", "127.0.0.1"), int(flag_value(argv, "--port", "30000"))
+    host, port = flag_value(argv, "--host", "127.0.0.1"), flag_value(argv, "--port", "30000")
     model = flag_value(argv, "--model-path", "")
     if os.sep in model and not (Path(model) / "config.json").is_file():
         raise UserError(f"servers.{role}: {model} holds no config.json. Set --model-path to the target's folder.")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"servers.{role}: --port {port} is no port. Name one from 1 to 65535.")
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise UserError(f"servers.{role}: port {port} is taken. Stop what listens there or set another port "
                             "in the run file.") from None
-    return host, port
+        raise UserError(f"servers.{role}: cannot listen at {host}, port {port} ({error.strerror}). "
+                        "Set another --host or --port in the run file.") from None
+    return host, int(port)
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a client of this machine asks a server that listens at `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def start_server(servers: dict, role: str, log_path: Path, wait_s: float) -> tuple[subprocess.Popen, str]:
@@ -148,27 +187,37 @@ def start_server(servers: dict, role: str, log_path: Path, wait_s: float) -> tup
     argv, env = server_command(servers, role)
     host, port = address(servers, role)
     log(f"starting {role}: {command_line(argv, env)}")
-    log_path.parent.mkdir(parents=True, exist_ok=True)
     libc = ctypes.CDLL(None)  # loaded before the fork: the child must not import anything
-    with open(log_path, "ab") as out:
-        process = subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                   start_new_session=True,
-                                   preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
-    url, began = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}", time.monotonic()
+    with opened(log_path, command_line(argv, env)) as out:
+        try:
+            process = subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=out,
+                                       stderr=out, start_new_session=True,
+                                       preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"servers.{role}: {argv[0]} cannot be started ({why}). "
+                            "Correct its `command` or `env` in the run file.") from None
+    url, began = url_of(host, port), time.monotonic()
     try:
         while not healthy(url):
             if process.poll() is not None:
-                raise UserError(f"servers.{role}: the server ended with code {process.returncode} before it was ready. "
-                                f"Read {log_path}.")
+                raise UserError(ending(role, process, log_path, " before it was ready"))
             if time.monotonic() - began > wait_s:
-                raise UserError(f"servers.{role}: not healthy after {wait_s:.0f} s. Read {log_path}, "
-                                "or allow more time.")
+                raise UserError(f"servers.{role}: not healthy after {wait_s:.0f} s{why_ended(log_path)}. "
+                                f"Read {log_path}, or allow more time.")
             time.sleep(0.5)
         log(f"{role} ready at {url} after {time.monotonic() - began:.0f} s")
     except BaseException:
         stop_server(process)
         raise
     return process, url
+
+
+def ending(role: str, process: subprocess.Popen, log_path: Path, when: str = "") -> str:
+    """One line about a server that has ended: its exit code, and what it said."""
+    time.sleep(0.2)  # its last words may still be on their way
+    return (f"servers.{role}: the server ended with code {process.returncode}{when}"
+            f"{why_ended(log_path, process.returncode)}. Read {log_path}.")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from typing import IO, Callable
 import yaml
 from tqdm import tqdm
 
+from eagle3.masking import clean, hide, secrets_in
+
 SCHEMA = 1  # of every artifact
 SCRIPTS = {"generate": "01_generate", "build_vocab": "02_build_vocab", "extract": "03_extract", "train": "04_train",
            "benchmark": "05_benchmark"}  # a run file's sections and whose flags they hold
@@ -33,7 +35,7 @@ class UserError(Exception):
 # ---- what the user sees ----
 def log(event: str) -> None:
     """One line, flushed: `2026-11-29T12:00:00 train step 420/12000 | ...`. A bar on the terminal stays below it."""
-    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {re.sub(r'^[0-9]+_', '', PROGRAM)} {event}"
+    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {re.sub(r'^[0-9]+_', '', PROGRAM)} {clean(event)}"
     if getattr(tqdm, "_instances", None):
         tqdm.write(line, file=sys.stdout)
     else:
@@ -56,10 +58,12 @@ def duration(seconds: float) -> str:
 
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Exit with main(argv)'s code; bad input ends in a line and 2, Ctrl-C in 130, the rest in a traceback and 1."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that knows only ASCII gets escapes, not a traceback
+        stream.reconfigure(errors="backslashreplace")
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: {clean(str(error))}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted. The same command goes on from here.", file=sys.stderr, flush=True)
@@ -71,11 +75,15 @@ def read_run_file(path: Path) -> dict:
     """The run's YAML file with `{run_dir}` and `{target}` filled in. Raises UserError."""
     try:
         document = yaml.safe_load(path.read_text()) or {}
+    except yaml.MarkedYAMLError as error:  # its own words repeat the line, which may hold a key
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}: not a readable YAML file ({error.problem}{line}).") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not a readable YAML file ({' '.join(str(error).split())}).") from None
     if not isinstance(document, dict) or not set(document) <= SECTIONS:
-        unknown = sorted(map(str, set(document) - SECTIONS)) if isinstance(document, dict) else document
+        unknown = sorted(map(str, set(document) - SECTIONS)) if isinstance(document, dict) else type(document).__name__
         raise UserError(f"{path}: unknown section {unknown}; known: {sorted(SECTIONS)}.")
+    hide(*secrets_in(document))
     names = {f"{{{key}}}": str(document.get(key, "")) for key in ("run_dir", "target")}
 
     def fill(value):
@@ -98,6 +106,7 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
     parser.error = fail
     parser.add_argument("--config", type=Path, metavar="FILE.yaml",
                         help=f"run file; its section `{section}` holds flags")
+    hide(*secrets_in(argv))  # a key on the command line by mistake stands in argparse's complaint
     probe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     probe.error = fail
     probe.add_argument("--config", type=Path)
@@ -163,7 +172,10 @@ def whole_lines(path: Path) -> bytes:
 def read_json(path: Path) -> dict:
     """A JSON file. Raises UserError."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        return found
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable ({' '.join(str(error).split())}).") from None
 
@@ -177,8 +189,8 @@ def sha256_file(path: Path) -> str:
 def read_manifest(folder: Path, stage: str) -> dict:
     """The manifest.json that `stage` wrote last into `folder`, so: the folder is complete. Raises UserError."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
+        manifest = read_json(folder / "manifest.json")
+    except UserError:
         raise UserError(f"{folder}: no readable manifest.json, so {stage} has not finished there. "
                         f"Run {stage}.py first.") from None
     if manifest.get("stage") != stage or manifest.get("schema") != SCHEMA:
@@ -225,5 +237,9 @@ def open_stage(folder: Path, config: dict, may_change: set[str],
     if differs:
         raise UserError(f"{folder}: begun with another config ({'; '.join(differs)}). "
                         "Use the old values or another folder.")
-    write_atomic(path, json.dumps(fixed, indent=1, sort_keys=True) + "\n")
+    try:
+        write_atomic(path, json.dumps(fixed, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to ({error.strerror}). Make room, or name another --output-dir."
+                        ) from None
     return lock

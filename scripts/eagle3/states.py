@@ -1,14 +1,14 @@
 """The hidden-state format: one safetensors file a sample, its header, its meaning, and what is wrong with it.
 
-<2 hex of sha256(id)>/<id>.safetensors holds aux_hidden_states (T, 3H), last_hidden_states (T, H: after the final norm),
-input_ids (T,) int32 and loss_mask (T,) uint8 (0 over the prompt, then 1), in this order; its metadata say id, target,
-capture layers, versions and checksum.
+<2 hex of sha256(id)>/<id>.safetensors holds aux_hidden_states (T, A*H), last_hidden_states (T, H: after the final
+norm), input_ids (T,) int32 and loss_mask (T,) uint8 (0 over the prompt, then 1), in this order; its metadata say id,
+target, capture layers, versions and checksum.
 
 The loader reads rows with preadv straight into (pinned) batch tensors. safetensors' own safe_open(...).get_slice was
 measured beside it: 0.74 of its rate from the page cache, and it maps the file, so that a disk that fails under it ends
 the process where a read raises OSError.
 
-Shapes: T tokens of the sample, H hidden.
+Shapes: T tokens of the sample, H hidden, A captured layers.
 """
 from __future__ import annotations
 
@@ -22,8 +22,16 @@ import numpy as np
 from eagle3.patience import patiently
 from eagle3.stage import SCHEMA
 
-# The same in every file of a folder
+# The same in every file of a folder; beside them `weights`, the loaded target's fingerprint, which older files lack
 FACTS = ("target", "capture_layers", "sglang_version", "patch_hash", "dtype", "hidden_size")
+# sha256 of the patches/eagle3_capture*.py that write the same bytes of states for the same rows: a folder begun with
+# one of them (its `patch_hash`) goes on with another. Whoever edits these adds their hash here, or, where the states
+# become other ones, empties the set first.
+SAME_CAPTURE = {
+    "2b4093189eaed67976ebea313bf1d394f955d9eeebe21420c53179ebbd64dec9",
+    "7c0feccf78c6373e07f9c28ef396df4959553712487eff4324205a7e3a958120",
+    "9b08a1a63f69d11306367d543fec0330d9012b29c67461ccaae1683fa6c8bdef",
+}
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}  # safetensors' name: torch's, bytes
 HEADER_BYTES = 4096  # of a file, at most: its length depends on names and numbers in it
 MAX_HEADER = 1 << 20
@@ -37,6 +45,11 @@ def sample_path(folder: Path, sample_id: str) -> Path:
 def token_bytes(hidden_size: int, dtype: str, aux_states: int = 3) -> int:
     """Bytes that a token takes: 57,349 for Kimi-K2.5."""
     return (aux_states + 1) * hidden_size * dict(DTYPES.values())[dtype] + 5
+
+
+def facts_token_bytes(facts: dict) -> int:
+    """Bytes that a token takes in a folder of these FACTS."""
+    return token_bytes(facts["hidden_size"], facts["dtype"], len(layer_list(facts)))
 
 
 class StateFile:
@@ -87,8 +100,10 @@ class StateFile:
         return getattr(torch, DTYPES[self.header[name]["dtype"]][0])
 
     def read_into(self, name: str, tensor, row: int = 0) -> None:
-        """Fill a contiguous CPU tensor from the rows `row`, row + 1, ... of `name`: no copy besides the kernel's, and
-        other threads run meanwhile."""
+        """Fill a contiguous CPU tensor from the rows `row`, row + 1, ... of `name`.
+
+        No copy besides the kernel's, and other threads run meanwhile.
+        """
         if not tensor.numel():
             return
         view = memoryview(tensor.view(-1).view(torch_uint8()).numpy())
@@ -131,12 +146,14 @@ def torch_uint8():
 
 # ---- is it the file that it should be ----
 def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, facts: dict | None) -> dict:
-    """The facts (FACTS) a file states. Raises ValueError when it is not this sample, or not of the folder's `facts`."""
+    """The facts (FACTS, weights) a file states. Raises ValueError: it is not this sample, or not of the folder's
+    `facts`."""
     try:
         dtype, (_, width) = file.header["last_hidden_states"]["dtype"], file.header["last_hidden_states"]["shape"]
         tensors = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in file.header.items()}
         found = {**{fact: file.metadata[fact] for fact in FACTS if fact != "hidden_size"}, "hidden_size": width}
         found["capture_layers"] = [int(layer) for layer in file.metadata["capture_layers"].split(",")]
+        found |= {"weights": file.metadata["weights"]} if "weights" in file.metadata else {}
         identity = (file.metadata["schema"], file.metadata["id"], file.metadata["prompt_len"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its header lacks {error}") from None
@@ -146,11 +163,23 @@ def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, 
     expected = expected_tensors(dtype, tokens, width, len(found["capture_layers"]))
     if tensors != expected or DTYPES.get(dtype, ("unknown",))[0] != found["dtype"]:
         raise ValueError(f"has other tensors than its tokens make ({found['dtype']} {tensors}, expected {expected})")
-    if facts is not None and found != facts:
-        differs = ", ".join(f"{fact} {found[fact]} (the folder: {facts[fact]})"
-                            for fact in FACTS if found[fact] != facts[fact])
-        raise ValueError(f"was captured with another {differs}")
+    if facts is not None:
+        compare_facts(found, facts)
     return found
+
+
+def compare_facts(found: dict, facts: dict) -> None:
+    """Raises ValueError where a file's facts are not those of its folder."""
+    differs = [f"{fact} {found[fact]} (the folder: {facts[fact]})" for fact in FACTS if found[fact] != facts[fact]
+               and not (fact == "patch_hash" and {found[fact], facts[fact]} <= SAME_CAPTURE)]
+    if differs:
+        raise ValueError(f"was captured with another {', '.join(differs)}")
+    here, there = (dict(part.split(":", 1) for part in source.get("weights", "").split() if ":" in part)
+                   for source in (found, facts))
+    other = [part for part in here.keys() & there.keys() if here[part] != there[part]]
+    if other:
+        raise ValueError(f"was captured from other weights of {facts['target']} than the folder's "
+                         f"({', '.join(sorted(other))} differ)")
 
 
 def expected_tensors(dtype: str, T: int, width: int, aux_states: int) -> dict[str, tuple]:

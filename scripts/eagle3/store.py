@@ -11,13 +11,15 @@ import errno
 import json
 import os
 import shutil
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Iterator
 
 from eagle3.responses import drop_row, part_files, part_name, row_at
-from eagle3.stage import UserError, log, sha256_file, sync_folder
+from eagle3.stage import UserError, log, sha256_file, sync_folder, write_atomic
 
 ROWS_PER_PART = 10_000
+FILES_AT_ONCE = 64  # open while rows are sorted: a large folder has more parts than a process may open
 OFFSET_BITS = 48  # a row's location in one integer: part number << OFFSET_BITS | byte offset
 
 
@@ -25,13 +27,15 @@ class Store:
     """Rows on disk: part-*.jsonl and dropped.jsonl.
 
     done: row id -> location; dropped: row id -> drop_row(); tokens, usd: what all rows cost together;
-    kinds: {(ids_source, the engine's model or None)} of the rows that were here when the folder was opened.
+    kinds: {(ids_source, the engine's model or None)} of the rows that were here when the folder was opened;
+    thought: (provider, how_reasoned) -> rows; n_rows: answers on the disk, those of this session included.
     prices: $ per million tokens of prompt and of answer, for rows whose usage does not tell the cost.
     """
 
     def __init__(self, folder: Path, prices: list[float] | None):
         self.prices = prices or (0.0, 0.0)
         self.folder, self.done, self.dropped, self.tokens, self.usd, self.kinds = folder, {}, {}, 0, 0.0, set()
+        self.thought, self.n_rows = Counter(), 0
         self.pending, self.wake = [], asyncio.Event()  # pending: (row, its line, a future to settle once it is written)
         place_sorted(folder)
         self.part, self.rows_in_part = 0, 0
@@ -42,15 +46,19 @@ class Store:
             self.rows_in_part = 0
             for offset, row in mended_rows(path):
                 self.done[row["id"]] = self.part << OFFSET_BITS | offset
-                self.kinds.add((row["ids_source"], row["model"] if row["ids_source"] == "server" else None))
+                self.kinds.add((row["ids_source"], row.get("model") if row["ids_source"] == "server" else None))
                 self.charge(row)
                 self.rows_in_part += 1
-        for _, row in mended_rows(folder / "dropped.jsonl"):
-            self.dropped[row["id"]] = row
-            self.charge(row)
+        for _, row in mended_rows(folder / "dropped.jsonl", ("id", "reason", "usage")):
+            if not row.get("again"):
+                self.dropped[row["id"]] = row
+                self.charge(row)
 
     def charge(self, row: dict) -> None:
-        usage = row["usage"] or {"prompt_tokens": len(row.get("prompt_ids", ())),
+        if "reason" not in row:
+            self.thought[row.get("provider"), how_reasoned(row)] += 1
+            self.n_rows += 1
+        usage = row.get("usage") or {"prompt_tokens": len(row.get("prompt_ids", ())),
                                  "completion_tokens": len(row.get("response_ids", ()))}
         n_prompt, n_answer = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
         self.tokens += n_prompt + n_answer
@@ -96,6 +104,11 @@ class Store:
                     self.dropped[row["id"]] = row
                 written.set_result(None)
 
+    def unmarked(self) -> set[str]:
+        """Providers that leave marks of reasoning in the text, and never send it in a field of its own."""
+        return {provider for provider, how in self.thought if how == "marked"} - {
+            provider for provider, how in self.thought if how == "parsed"}
+
     def commit(self, batch: list) -> None:
         groups = {}  # file name -> lines
         for row, line, _ in batch:
@@ -108,6 +121,28 @@ class Store:
             self.rows_in_part += 1
         for name, lines in groups.items():
             append_synced(self.folder / name, b"".join(lines))
+
+
+def write_dropped(folder: Path, dropped: dict[str, dict], unpaid: dict[str, dict] | None = None) -> None:
+    """dropped.jsonl anew, by id. unpaid: drops of a run that did not finish, which the next one tries again."""
+    rows = {**{row_id: {**row, "again": True} for row_id, row in (unpaid or {}).items()}, **dropped}
+    write_atomic(folder / "dropped.jsonl",
+                 "".join(json.dumps(rows[row_id], ensure_ascii=False) + "\n" for row_id in sorted(rows)))
+
+
+def holds_nothing(folder: Path) -> bool:
+    """No answer and no drop that was paid for lies here."""
+    return not part_files(folder) and all(
+        row.get("again") for _, row in mended_rows(folder / "dropped.jsonl", ("id", "reason")))
+
+
+def how_reasoned(row: dict) -> str:
+    """Where a row's reasoning came from: the target's own ids, a field of its own, marks in the text, or none came."""
+    if row["ids_source"] == "server":
+        return "ids"
+    if "reasoning_from_text" in row["flags"]:
+        return "marked"
+    return "parsed" if row.get("reasoning") else "bare"
 
 
 def append_synced(path: Path, data: bytes) -> None:
@@ -125,11 +160,39 @@ def append_synced(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
 
 
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO, errno.ESTALE,
+               errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+
+
 def cannot_write(folder: Path, error: OSError) -> str:
     return f"{folder}: cannot write ({error.strerror}). Make room; the same command goes on."
 
 
-def mended_rows(path: Path) -> Iterator[tuple[int, dict]]:
+def check_room(folder: Path, needed: int) -> None:
+    """Can rows be written here, `needed` bytes of them? Raises UserError: before the first request, not after it."""
+    probe = folder / ".probe"
+    try:
+        probe.write_bytes(b"row " * 64)
+        probe.unlink()
+        for path in (*part_files(folder), folder / "dropped.jsonl"):
+            if path.exists():
+                open(path, "r+b").close()
+        if not writable(folder, needed):
+            raise OSError(errno.ENOSPC, f"{needed / 1e6:,.0f} MB are needed for the answers in flight, less is free")
+    except OSError as error:
+        raise UserError(cannot_write(folder, error)) from None
+
+
+def writable(folder: Path, needed: int) -> bool:
+    """Has the disk of a folder so many bytes left?"""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize >= needed
+
+
+KEYS = ("id", "source", "ids_source", "prompt_ids", "response_ids", "finish_reason", "flags")  # no row lacks one
+
+
+def mended_rows(path: Path, keys: tuple[str, ...] = KEYS) -> Iterator[tuple[int, dict]]:
     """(byte offset, row) of one of this folder's own files; none where there is no file.
 
     A last line without its newline is what a kill left: it is cut off. Raises UserError on any other damage.
@@ -144,10 +207,14 @@ def mended_rows(path: Path) -> Iterator[tuple[int, dict]]:
                 file.truncate(offset)
                 return
             try:
-                yield offset, json.loads(line)
+                row = json.loads(line)
+                what = "" if isinstance(row, dict) and all(key in row for key in keys) else "lacks keys of a row"
             except ValueError:
-                raise UserError(f"{path}: the row at byte {offset} is not JSON. "
-                                "Delete that line; its prompt will be asked again.") from None
+                what = "is not JSON"
+            if what:
+                raise UserError(f"{path}: the row at byte {offset} {what}. "
+                                "Delete that line; its prompt will be asked again.")
+            yield offset, row
             offset += len(line)
 
 
@@ -159,18 +226,23 @@ def sort_rows(folder: Path, locations: list[int] | array.array) -> dict[str, str
     temporary, files = folder / "sorted", {}
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    handles = [open(path, "rb") for path in part_files(folder)]
+    handles = OrderedDict()  # part number -> file, the one used last at the end
     for start in range(0, len(locations), ROWS_PER_PART):
         path = temporary / part_name(start // ROWS_PER_PART)
         with open(path, "wb") as out:
             for location in locations[start:start + ROWS_PER_PART]:
-                handle = handles[location >> OFFSET_BITS]
-                handle.seek(location & (1 << OFFSET_BITS) - 1)
-                out.write(handle.readline())
+                part = location >> OFFSET_BITS
+                if part not in handles:
+                    handles[part] = open(folder / part_name(part), "rb")
+                    if len(handles) > FILES_AT_ONCE:
+                        handles.popitem(last=False)[1].close()
+                handles.move_to_end(part)
+                handles[part].seek(location & (1 << OFFSET_BITS) - 1)
+                out.write(handles[part].readline())
             out.flush()
             os.fsync(out.fileno())
         files[path.name] = sha256_file(path)
-    for handle in handles:
+    for handle in handles.values():
         handle.close()
     sync_folder(temporary)
     os.rename(temporary, folder / "sorted.ready")

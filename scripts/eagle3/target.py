@@ -34,9 +34,7 @@ class Target:
         self.files = tensor_files(folder)
 
     def name(self, what: str) -> str | None:
-        """The full name of "embed", "head" or "norm", bare or under a multimodal wrapper's `language_model.`; or
-        None.
-        """
+        """The full name of "embed", "head" or "norm", bare or under a wrapper's `language_model.`; or None."""
         plain = TENSORS[what]
         names = (f"language_model.{plain}", plain, plain.replace("model.", "model.language_model.", 1))
         return next((name for name in names if name in self.files), None)

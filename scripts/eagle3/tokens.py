@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import operator
 import re
 from dataclasses import replace
 from pathlib import Path
 
-from eagle3.responses import Answer, Drop
+from eagle3.marks import CLOSED, FREE, OPEN, Marks
+from eagle3.responses import Answer, Drop, message_of
 from eagle3.stage import UserError, sha256_file
 
 TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "merges", "chat_template", "special_tokens", "added_tokens",
@@ -63,6 +65,16 @@ def with_object(call: dict) -> dict:
         return call
 
 
+def as_ids(encoded) -> list[int]:
+    """The ids in whatever a tokenizer returns: a list, an array, a batch of one, a BatchEncoding. Raises TypeError."""
+    if hasattr(encoded, "keys"):  # list() of it would be the names of its fields
+        encoded = encoded["input_ids"]
+    encoded = encoded.tolist() if hasattr(encoded, "tolist") else list(encoded)
+    if len(encoded) == 1 and not hasattr(encoded[0], "__index__"):
+        encoded = encoded[0]
+    return [operator.index(token) for token in encoded]
+
+
 def plain_encoder(tokenizer):
     """text -> ids. `<|im_end|>` in a text is characters, as the model wrote it: the id would have ended its turn."""
     if tokenizer.is_fast:  # split_special_tokens spares only tokens marked special; <think> is often not
@@ -71,8 +83,8 @@ def plain_encoder(tokenizer):
         plain = type(tokenizer.backend_tokenizer).from_str(json.dumps(spec))
         return lambda text: plain.encode(text, add_special_tokens=False).ids
     if "allow_special_tokens" in inspect.signature(tokenizer.encode).parameters:  # Kimi's own
-        return lambda text: tokenizer.encode(text, allow_special_tokens=False)
-    return lambda text: tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return lambda text: as_ids(tokenizer.encode(text, allow_special_tokens=False))
+    return lambda text: as_ids(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
 
 class Tokens:
@@ -90,11 +102,13 @@ class Tokens:
         self.think, self.end_think = [self.special(name) for name in think] or (None, None)
         self.tool = {key: self.special(name) for key, name in zip(TOOL_NAMES, tool)}
         self.added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+        added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+        self.marks = Marks(stop, think, tool, added | dict.fromkeys(tokenizer.all_special_tokens, True))
         self.encode_plain = plain_encoder(tokenizer)
 
     def special(self, name: str) -> int:
         found = token_id(self.tokenizer, name)
-        if found is None or self.tokenizer.encode(name, add_special_tokens=False) != [found]:
+        if found is None or as_ids(self.tokenizer.encode(name, add_special_tokens=False)) != [found]:
             raise UserError(f"the tokenizer does not encode {name} as one id. Name this target's tokens with "
                             "--stop-token, --think-tokens, --tool-tokens (empty: it has none).")
         return found
@@ -125,22 +139,40 @@ class Tokens:
             for message in served:
                 if message.get("tool_calls"):
                     message["tool_calls"] = [with_object(call) for call in message["tool_calls"]]
-            ids = list(self.tokenizer.apply_chat_template(
+            encoded = self.tokenizer.apply_chat_template(
                 served, tools=tools and [self.tool_form(tool) for tool in tools],
-                add_generation_prompt=True, tokenize=True, return_dict=False, **switch))
+                add_generation_prompt=True, tokenize=True, return_dict=False, **switch)
         except UnicodeEncodeError:
             raise Drop("not_utf8") from None
         except Exception as error:  # jinja raises what the template asks for, and TypeErrors for odd messages
             raise Drop("template", f"{type(error).__name__}: {error}") from None
+        try:
+            ids = as_ids(encoded)
+        except TypeError:
+            raise UserError(f"the tokenizer's apply_chat_template gives no token ids but {encoded!r:.80}. "
+                            "Name a tokenizer that transformers can use with --tokenizer.") from None
         if self.think is not None and self.thinking != self.leaves_think_open(ids):
             raise UserError(f"--thinking {'on' if self.thinking else 'off'}, but the template's prompt ends in "
                             f"{self.decode(ids[-4:])!r}. Use the other mode, or name the target's --think-tokens.")
         return ids
 
+    def opening(self, prompt_ids: list[int]) -> str:
+        """Where the prompt's end (perhaps with a newline behind the mark) leaves the reasoning: OPEN, CLOSED, FREE."""
+        marks = [i for i in prompt_ids[-4:] if i in (self.think, self.end_think)] if self.think is not None else []
+        return FREE if not marks else OPEN if marks[-1] == self.think else CLOSED
+
     def leaves_think_open(self, prompt_ids: list[int]) -> bool:
-        """True when the answer begins inside the reasoning (`<think>`, perhaps a newline, at the prompt's end)."""
-        tail = [i for i in prompt_ids[-4:] if i in (self.think, self.end_think)]
-        return self.think is not None and tail[-1:] == [self.think]
+        """True when the answer begins inside the reasoning."""
+        return self.opening(prompt_ids) == OPEN
+
+    def read_marks(self, answer: Answer, prompt_ids: list[int]) -> None:
+        """Structure that stands in the text of `answer` becomes its fields, in place. Raises Drop."""
+        opening = self.opening(prompt_ids)
+        prefix = ""
+        if opening == OPEN:
+            at = max(place for place, token in enumerate(prompt_ids) if token == self.think)
+            prefix = self.decode(prompt_ids[at + 1:])
+        self.marks.read(answer, opening, prefix)
 
     def read(self, prompt_ids: list[int], ids: list[int]) -> tuple[str | None, str, list, list[str]]:
         """(reasoning, content, tool_calls, flags) of emitted ids; the split is by id, never by text."""
@@ -171,6 +203,20 @@ class Tokens:
                           "function": {"name": name, "arguments": self.decode(call[middle + 1:])}})
         return calls, section
 
+    def with_structure(self, message: dict) -> dict:
+        """An assistant message of a prompt, its marked reasoning or its tool section out of the text and in fields.
+
+        Any other message as it is, for what its marks mean is not ours to say.
+        """
+        if message["role"] != "assistant" or message.get("tool_calls") or not isinstance(message.get("content"), str):
+            return message
+        answer = Answer(message["content"], message.get("reasoning_content"), [], "stop", None)
+        try:
+            self.marks.read(answer, FREE)
+        except Drop:
+            return message
+        return {**message, **message_of(vars(answer))} if answer.flags else message
+
     def rebuilt_ids(self, answer: Answer, prompt_ids: list[int], n_calls_before: int) -> list[int]:
         """Ids of an answer given as text: reasoning + </think> + content + tool section + stop. Strips nothing.
 
@@ -184,9 +230,11 @@ class Tokens:
             if not (cut and not answer.content and not answer.tool_calls):
                 ids.append(self.end_think)
         elif answer.reasoning:
-            if self.think is None or prompt_ids[-1] == self.end_think:
+            if self.think is None or self.opening(prompt_ids) == CLOSED:
                 raise Drop("reasoning_unasked", "reasoning came although the prompt closed it")
-            ids += [self.think, *self.encode(answer.reasoning), self.end_think]
+            ids += [self.think, *self.encode(answer.reasoning)]
+            if not (cut and not answer.content and not answer.tool_calls):
+                ids.append(self.end_think)
         ids += self.encode(answer.content)
         if answer.tool_calls:
             ids += self.tool_section(answer, n_calls_before)
@@ -223,8 +271,19 @@ def settle_ids(answer: Answer, prompt_ids: list[int], tokens: Tokens, n_calls_be
         except Drop:
             answer.flags.append("rebuild_differs")
         return answer.ids, "server"
-    ids = tokens.rebuilt_ids(answer, prompt_ids, n_calls_before)
     said = (answer.usage or {}).get("completion_tokens")
+    written = replace(answer, flags=list(answer.flags))
+    tokens.read_marks(answer, prompt_ids)
+    if answer.finish == "tool_calls" and not answer.tool_calls:
+        raise Drop("tool_calls_lost", "it ended with tool calls, and none came")
+    if not answer.content and not answer.tool_calls and not (answer.reasoning and answer.finish == "length"):
+        raise Drop("empty")  # reasoning alone is kept only where the limit cut it
+    ids = tokens.rebuilt_ids(answer, prompt_ids, n_calls_before)
+    if set(answer.flags) - set(written.flags) == {"stop_in_text"} and said != len(ids):
+        as_words = tokens.rebuilt_ids(written, prompt_ids, n_calls_before)
+        if said == len(as_words):  # the answer's last words are the name of the token
+            answer.reasoning, answer.content, answer.flags, ids = (written.reasoning, written.content, written.flags,
+                                                                   as_words)
     if said is None:
         answer.flags.append("ids_not_compared")
     elif said == len(ids) - 1 and ids[-1] == tokens.stop:

@@ -21,6 +21,12 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--vocab-mapping-dir", type=Path, help="vocab_mapping/ of 02_build_vocab")
     add("--output-dir", type=Path)
     add("--finetune-from", type=Path, metavar="DIR", help="start from this drafter (a best/ or checkpoint folder)")
+    add("--evaluate", type=Path, nargs="+", metavar="DIR",
+        help="train nothing: accept_length of these drafters on --data-dir, by position and source, with 95 %% "
+             "intervals over the samples and the paired difference to the first; --output-dir gets evaluate.json")
+    add("--ids", type=Path, metavar="FILE", help="--evaluate: only these samples (a run's val_ids.json, or one a line)")
+    add("--responses", type=Path, action="append", metavar="DIR",
+        help="--evaluate: 01's responses/, whose rows say each sample's source (default: its id up to the first -)")
     add_schedule_flags(add)
     add_loss_flags(add)
     add_drafter_flags(add)
@@ -76,7 +82,8 @@ def add_loss_flags(add) -> None:
     add("--loss", choices=("ce", "kl", "lk"), default="ce",
         help="soft cross-entropy, KL, or -log of the acceptance probability")
     add("--noise-std", type=float, default=0.0, help="EAGLE's uniform noise on the target's states")
-    add("--ema", type=float, default=0.0, metavar="DECAY", help="evaluate and export an average of the weights")
+    add("--ema", type=float, default=0.0, metavar="DECAY",
+        help="evaluate and export an average of the weights; its decay grows up to this as the steps go on")
 
 
 def add_drafter_flags(add) -> None:
@@ -107,7 +114,8 @@ LIMITS = (  # what, whether a value fits, the flags it is said of
 
 # Flags that came later, and the value that a folder begun without them has: it is not written into a config, so that
 # such a folder goes on
-UNSAID = {"min-lr-ratio": 0.0, "decay-ratio": 0.2, "data-weight": None, "val-data-dir": None}
+UNSAID = {"min-lr-ratio": 0.0, "decay-ratio": 0.2, "data-weight": None, "evaluate": None, "ids": None,
+          "responses": None}
 
 
 def as_config(args) -> dict:
@@ -121,7 +129,7 @@ def as_config(args) -> dict:
 
 def check_args(args) -> None:
     """Refuses what cannot be; fills in what hangs on other flags. Raises UserError."""
-    needed = ("verifier-path", "data-dir", "vocab-mapping-dir", "output-dir")
+    needed = ("verifier-path", "data-dir", *(() if args.evaluate else ("vocab-mapping-dir", "output-dir")))
     missing = [f"--{name}" for name in needed if getattr(args, name.replace("-", "_")) is None]
     if missing:
         raise UserError(f"{', '.join(missing)} not given. See --help.")
@@ -130,9 +138,15 @@ def check_args(args) -> None:
             value = getattr(args, flag.replace("-", "_"))
             if value is not None and not fits(value):
                 raise UserError(f"--{flag} {value} cannot be: it must be {limits}.")
+    args.batch_tokens = max(args.batch_tokens, args.max_seq_len)
+    if args.evaluate:
+        args.data_dirs = args.data_dir
+        args.ttt_steps = args.num_draft_steps = args.num_draft_steps or args.ttt_steps
+        return
+    if args.ids or args.responses:
+        raise UserError("--ids and --responses are of --evaluate. Training holds out --val-ratio or --val-data-dir.")
     recipe.fill(args)
     args.num_draft_steps = args.num_draft_steps or args.ttt_steps
-    args.batch_tokens = max(args.batch_tokens, args.max_seq_len)
     check_folders(args)
     if args.follow and (args.epochs != 1 or args.max_steps or not 0 < args.release_share <= 1):
         raise UserError("--follow is one pass: it needs --epochs 1, no --max-steps (cut with 03's --limit), and a "

@@ -22,12 +22,15 @@ def loss_weights(args) -> list[float]:
 
 def learning_rate(step: int, total: int, peak: float, warmup: int, scheduler: str, floor: float = 0.0,
                   decay_ratio: float = 0.2) -> float:
-    """Of step `step` (from 0) of `total`: linear warm-up to `peak`, then by `scheduler`:
+    """Of step `step` (from 0) of `total`: linear warm-up to `peak`, then by `scheduler`.
 
-    cosine, linear: down over all steps that are left | constant | wsd: warm-up, stable, decay (MiniCPM, arXiv
-    2404.06395): `peak`, and over the last `decay_ratio` of all steps down as 1 - sqrt, which beats a linear decay and,
-    over a fifth of the steps, does as well as cosine (arXiv 2405.18392). What goes down goes down to floor * peak,
-    which the step behind the last one would have.
+        cosine, linear  down over all steps that are left
+        constant        `peak`
+        wsd             warm-up, stable, decay (MiniCPM, arXiv 2404.06395): `peak`, and over the last `decay_ratio` of
+                        all steps down as 1 - sqrt, which beats a linear decay and, over a fifth of the steps, does as
+                        well as cosine (arXiv 2405.18392)
+
+    What goes down goes down to floor * peak, which the step behind the last one would have.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -39,9 +42,11 @@ def learning_rate(step: int, total: int, peak: float, warmup: int, scheduler: st
 
 
 def average_decay(decay: float, step: int) -> float:
-    """Weight of the old average after step `step` (from 1): small at first, as TensorFlow's ExponentialMovingAverage
-    has it with `num_updates`. After 6 steps less than 0.1 % of the random start is left, however large `decay` is; with
-    0.999 from the first step on, 94 % would be left after 60.
+    """Weight of the old average after step `step` (from 1).
+
+    Small at first, as TensorFlow's ExponentialMovingAverage has it with `num_updates`. After 6 steps less than 0.1 %
+    of the random start is left, however large `decay` is; with 0.999 from the first step on, 94 % would be left after
+    60.
     """
     return min(decay, (1 + step) / (10 + step))
 
@@ -50,21 +55,23 @@ class Trainer:
     """A drafter with its gradients and optimizer. One `update` is one optimizer step."""
 
     def __init__(self, draft: Drafter, args):
-        """args: optimizer, beta1, beta2, weight_decay, max_grad_norm, ema, loss, step_weights or step_decay and
+        """args: optimizer, beta1, beta2, weight_decay, max_grad_norm, ema, loss, step_weights or step_decay,
         ttt_steps.
         """
         self.draft, self.args, self.step = draft, args, 0
         master, weights = draft.master.flat, draft.shape.weights()
         self.ttt = choose_pass(draft)
         self.grads = Gradients(weights, draft.dtype, master.device)
-        self.optimizer = {"adamw": AdamW, "muon": Muon}[args.optimizer](draft, (args.beta1, args.beta2), args.weight_decay)
+        optimizer = {"adamw": AdamW, "muon": Muon}[args.optimizer]
+        self.optimizer = optimizer(draft, (args.beta1, args.beta2), args.weight_decay)
         self.average = NamedTensors(weights, master.dtype, master.device) if args.ema else draft.master
         self.average.flat.copy_(master)
         self.grad_norm = master.new_zeros(())  # of the last step, before clipping; on the device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: all of the state besides the step; random numbers depend on seed, epoch and batch
-        alone.
+        """All of the state that a checkpoint holds besides the step.
+
+        Random numbers depend on seed, epoch and batch alone, so there is no state of theirs.
         """
         kept = {"master": self.draft.master.flat, **self.optimizer.state()}
         return kept | ({"average": self.average.flat} if self.args.ema else {})
@@ -85,7 +92,8 @@ class Trainer:
         """Take `turns` micro-batches (or None) from the iterator `batches` and change the weights once.
 
         counts (K,): loss rows of the whole step, on all ranks: the loss is a mean over them, whoever computes which
-        part. Returns the pass's sums of this rank (K, 4). """
+        part. Returns the pass's sums of this rank (K, 4).
+        """
         args, draft, grads = self.args, self.draft, self.grads
         master = draft.master.flat
         step_weights = [weight / max(1, n) for weight, n in zip(loss_weights(args), counts)]
@@ -112,8 +120,9 @@ class Trainer:
 
 
 class HostCopy:
-    """A small tensor on its way to the host; reading it waits for this copy alone, not for what was launched after
-    it.
+    """A small tensor on its way to the host.
+
+    Reading it waits for this copy alone, not for what was launched after it.
     """
 
     def __init__(self, tensor: torch.Tensor):

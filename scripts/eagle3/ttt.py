@@ -1,15 +1,17 @@
-"""Training-time test (TTT; EAGLE-3, arXiv 2503.01840) in plain autograd: the definition of what a drafter is trained
-on.
- Step k of the draft is trained on its own hidden state of step k-1, as in serving. Step k at position p: token
+"""Training-time test (TTT; EAGLE-3, arXiv 2503.01840) in plain autograd: the definition of how a drafter is trained.
+
+Step k of the draft is trained on its own hidden state of step k-1, as in serving. Step k at position p: token
 x[p+1+k], hidden h'_{k-1}[p] (step 0: fc of the target's aux states), RoPE position p+k; it sees the step-0 keys of
 positions <= p of its sample and its own position's keys of steps 1..k (the diagonal), and predicts token p+2+k. Its
 target is softmax(lm_head_target(last[p+1+k])) over the draft vocabulary, and it counts where token p+2+k is a
 response token.
 
-It runs anywhere, in float32 and float64 too. `fused.py` computes the same faster on a GPU and is held to this by tests.
- Shapes: C context rows (positions of the packed samples), R query rows (those that carry loss in some step: the tail
+It runs anywhere, in float32 and float64 too. `fused.py` computes the same faster on a GPU; tests hold it to this.
+
+Shapes: C context rows (positions of the packed samples), R query rows (those that carry loss in some step: the tail
 of each sample), H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D, K TTT steps, Vd draft vocabulary.
-`batches.Batch` has the rows. """
+`batches.Batch` has the rows.
+"""
 from __future__ import annotations
 
 import math
@@ -31,8 +33,9 @@ def rms_norm(x, weight, eps: float):
 
 
 def rope(x, positions, table, head_dim: int):
-    """x (N, heads*D) rotated by its positions (N,), halves paired as in SGLang's neox style; table: cos and sin, (P,
-    D/2).
+    """x (N, heads*D) rotated by its positions (N,), halves paired as in SGLang's neox style.
+
+    table: cos and sin, (P, D/2) each.
     """
     cos, sin = (part[positions][:, None] for part in table)
     first, second = x.view(len(x), -1, head_dim).to(cos.dtype).chunk(2, -1)
@@ -40,8 +43,9 @@ def rope(x, positions, table, head_dim: int):
 
 
 def unseen_keys(queries: int, keys: int, device):
-    """(queries, keys) bool: keys behind a query's own position. The queries are the last rows: i sits at key keys -
-    queries + i.
+    """(queries, keys) bool: keys behind a query's own position.
+
+    The queries are the last rows: i sits at key keys - queries + i.
     """
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
 
@@ -51,7 +55,8 @@ def attention(q, cache, spans, shape):
 
     cache: [(keys, values)] of the steps so far, each (C or R, kv_heads*D). The first are step 0's, of all context
     rows: a row sees those up to its position. Later ones are seen by their own row alone. spans: per sample ((q0,
-    q1), (k0, k1)). """
+    q1), (k0, k1)).
+    """
     heads = (-1, shape.kv_heads, shape.head_dim)
     q = q.view(len(q), shape.kv_heads, -1, shape.head_dim) * shape.head_dim ** -0.5  # (rows, kv_heads, group, D)
     (key, value), later, out = cache[0], cache[1:], []
@@ -72,7 +77,8 @@ def draft_layer(draft, w, hidden, embedded, positions, cache, batch, last: bool)
     """One layer in one TTT step. hidden (C or R, H) -> (C or R, H); appends its keys and values to `cache`.
 
     embedded: the normed embedding of the rows' tokens, for the first layer; None for the others. In step 0 the last
-    layer goes on with the query rows alone: of the other rows only keys and values are needed. """
+    layer goes on with the query rows alone: of the other rows only keys and values are needed.
+    """
     shape = draft.shape
     normed = rms_norm(hidden, w["hidden_norm"], shape.rms_norm_eps)
     q, kv = normed @ w["q_hidden"].t(), normed @ w["kv_hidden"].t()
@@ -90,8 +96,9 @@ def draft_layer(draft, w, hidden, embedded, positions, cache, batch, last: bool)
 
 
 def fc_input(draft, w, aux):
-    """The target's aux states (C, A*H) as fc takes them: each one normed (`fc_norm`), all together
-    (`norm_before_fc`), or raw.
+    """The target's aux states (C, A*H) as fc takes them.
+
+    Each one normed (`fc_norm`), all together (`norm_before_fc`), or raw.
     """
     shape = draft.shape
     if shape.aux_norm == "each":
@@ -103,10 +110,15 @@ def fc_input(draft, w, aux):
 def row_loss(logits, target, kind: str):
     """Loss of each row. logits, target (N, Vd) -> (N,).
 
-    With p the target's probabilities (summing to the mass m inside the draft vocabulary) and q = softmax(logits): ce
-    -sum p log q | kl the same less p's entropy | lk -log sum min(p, q), the acceptance probability itself (LK losses,
-    arXiv 2602.23881). Mass outside the draft vocabulary cannot be drafted: it scales a row's gradient by m in ce and
-    kl and bounds the acceptance in lk. """
+    With p the target's probabilities (summing to the mass m inside the draft vocabulary) and q = softmax(logits):
+
+        ce  -sum p log q
+        kl  the same less p's entropy
+        lk  -log sum min(p, q): the acceptance probability itself (LK losses, arXiv 2602.23881)
+
+    Mass outside the draft vocabulary cannot be drafted: it scales a row's gradient by m in ce and kl and bounds the
+    acceptance in lk.
+    """
     log_q = logits.log_softmax(-1)
     if kind == "lk":
         return -torch.minimum(log_q.exp(), target).sum(-1).clamp_min(1e-30).log()
@@ -137,8 +149,9 @@ class Tally:
         self.right.append(hit)
 
     def result(self):
-        """sums (K, 4): row losses, rows whose steps 0..k all count, of those right in 0..k, right in 0..k-1; right
-        (K, R).
+        """sums (K, 4) and right (K, R).
+
+        sums: row losses, rows whose steps 0..k all count, of those right in 0..k, right in 0..k-1.
         """
         return torch.stack(self.sums), torch.stack(self.right)
 

@@ -44,8 +44,10 @@ class Head:
         self.norm, self.head = target.tensor("norm").float(), target.tensor("head").to(self.device)
 
     def greedy(self, last):
-        """last: (K, H) after the final norm -> the token each state chooses, (K,). The vocabulary goes by in parts:
-        logits stay small."""
+        """last: (K, H) after the final norm -> the token each state chooses, (K,).
+
+        The vocabulary goes by in parts: logits stay small.
+        """
         import torch
 
         best, token = torch.full((len(last),), -torch.inf), torch.zeros(len(last), dtype=torch.long)
@@ -82,10 +84,11 @@ def check_data(file: StateFile) -> None:
 
 
 def check_meaning(file: StateFile, ids: list[int], row: dict, head: Head, positions: int) -> dict:
-    """What the last states say: how many of `positions` (0: all) response tokens they choose, whether the engine's next
-    token too, and their size.
+    """What the last states of one sample say: {"checked", "right", "next_right", "norm"}.
 
-    norm: root mean square of (state / norm weight), 1 at every position after the final norm by its definition.
+    checked: how many of its response tokens were looked at (`positions`, 0: all); right: how many of them they
+    choose; next_right: whether the engine's next token too; norm: root mean square of (state / norm weight), 1 at
+    every position after the final norm by its definition.
     """
     import torch
 
@@ -142,8 +145,10 @@ class Check:
 
 # ---- a folder ----
 def verify(args, samples: list[Sample], rows: dict[str, dict], facts: dict, parts: list[Path], folder: Path) -> None:
-    """Re-read every file, compare it with its row, and write verify.json. Raises UserError when a sample or the whole
-    fails."""
+    """Re-read every file, compare it with its row, and write verify.json.
+
+    Raises UserError when a sample or the whole fails.
+    """
     import torch
 
     workers = min(8, os.cpu_count() or 1)

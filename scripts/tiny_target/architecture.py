@@ -94,8 +94,9 @@ def dense_experts(self, x, index, weights):
 
 
 def build_model(device: str, dropout: float):
-    """DeepseekV3ForCausalLM in float32 with SGLang's norms and, for training, dense experts and dropout on what enters
-    the residual.
+    """DeepseekV3ForCausalLM in float32 with SGLang's norms.
+
+    For training with dense experts, and dropout on what enters the residual.
     """
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
     model = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**text_config()), attn_implementation="sdpa",
@@ -118,8 +119,9 @@ def build_model(device: str, dropout: float):
 
 
 def use_serving_norms(model) -> None:
-    """transformers gives MLA's two inner norms an epsilon of 1e-6 whatever the config says; SGLang gives them the
-    config's (1e-5).
+    """Give MLA's two inner norms the epsilon of the config (1e-5), as SGLang does.
+
+    transformers gives them 1e-6 whatever the config says.
     """
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):

@@ -1,0 +1,118 @@
+"""05's flags: what they are, which values cannot be, and what this machine must have for them before hours of work."""
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import shutil
+from pathlib import Path
+
+from eagle3.bench_prompts import DATASETS
+from eagle3.stage import UserError, log
+
+DEFAULT_SWEEP = ["1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,1,6", "3,2,6", "3,4,8", "5,4,16"]  # steps,topk,draft tokens
+REPEATS, REPEATS_OF_SWEEP = 2, 1  # two tell how far runs differ; a sweep first of all ranks its points
+BYTES_PER_TOKEN, BYTES_PER_REQUEST = 20, 400  # of raw.jsonl
+SPARE_FILES = 64  # descriptors besides the streams
+# What may differ between a run and its resumption. Files and folders: `inputs` has the hashes of what was read there
+MAY_CHANGE = {"base-url", "baseline-url", "api-key-env", "launch-timeout", "request-timeout", "usd-per-hour", "run-dir",
+              "config", "repeats", "trust-remote-code", "draft-path", "prompts", "dataset", "ids", "tokenizer",
+              "output-dir"}
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--base-url", metavar="URL", help="running server with EAGLE3")
+    add("--baseline-url", metavar="URL", help="running server without speculation")
+    add("--launch", action="store_true",
+        help="start the roles `plain` and `speculative` of --config one after the other, and stop them")
+    add("--draft-path", type=Path, metavar="DIR",
+        help="the drafter that is served (its eagle3.json holds training's prediction)")
+    add_prompt_flags(add)
+    add("--concurrency", nargs="+", type=int, default=[1, 8, 64], metavar="N")
+    add("--max-tokens", type=int, default=512, metavar="N")
+    add("--fixed-length", action="store_true", help="ignore stop tokens: every answer has --max-tokens")
+    add("--temperature", type=float, default=0.0, metavar="F")
+    add("--top-p", type=float, default=1.0, metavar="F")
+    add("--repeats", type=int, metavar="N",
+        help="measure all N times, the order of the variants turned round each time; one run gives no verdict, as "
+             f"two runs of the same differ (default {REPEATS}; of --sweep and --doctor {REPEATS_OF_SWEEP}). May be "
+             "raised later")
+    add("--warmup", type=int, default=4, metavar="N", help="unrecorded requests before each level")
+    add("--output-dir", type=Path, default=Path("report"), metavar="DIR")
+    add("--sweep", action="store_true", help="with --launch: try --sweep-grid and name the best flags of each level")
+    add("--sweep-grid", nargs="+", default=DEFAULT_SWEEP, metavar="STEPS,TOPK,DRAFTS")
+    add("--doctor", action="store_true",
+        help="compare the served acceptance with training's prediction and look for the cause of a gap")
+    add("--run-dir", type=Path, metavar="DIR", help="for --doctor: holds responses/, vocab_mapping/, hidden_states/")
+    add("--usd-per-hour", type=float, metavar="F", help="price of the machine, for the cost of a million tokens")
+    add("--api-key-env", metavar="VAR", help="environment variable with the servers' API key")
+    add("--launch-timeout", type=float, default=3600, metavar="S")
+    add("--request-timeout", type=float, default=3600, metavar="S")
+    return parser
+
+
+def add_prompt_flags(add) -> None:
+    add("--prompts", type=Path, action="append", default=[], metavar="PATH",
+        help="JSONL file, folder of them, or responses/; repeatable")
+    add("--dataset", action="append", default=[], metavar="NAME[=FILE]", help=f"{', '.join(DATASETS)}; repeatable")
+    add("--ids", type=Path, metavar="FILE", help='only these ids: {"ids": [...]} or one a line (val_ids.json)')
+    add("--limit", type=int, metavar="N", help="at most N prompts of each source")
+    add("--tokenizer", metavar="DIR", help="renders messages; default: the served model's")
+    add("--trust-remote-code", action="store_true",
+        help="let the tokenizer's folder run its own Python code (Kimi's needs it where prompts are rendered)")
+    add("--thinking", nargs="+", choices=["on", "off"], default=["on"],
+        help="mode of rendered prompts; both: each prompt twice")
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Raises UserError."""
+    if args.launch and (args.base_url or args.baseline_url):
+        raise UserError("--launch starts its own servers: leave out --base-url and --baseline-url.")
+    if not args.launch and not args.base_url:
+        raise UserError("name the running server with --base-url (and --baseline-url), or use --launch with --config.")
+    if args.launch and not args.config:
+        raise UserError("--launch needs --config: the run file's `servers` say what to start.")
+    if args.doctor and not args.draft_path:
+        raise UserError("--doctor examines a drafter: name it with --draft-path.")
+    if args.sweep and not args.launch:
+        raise UserError("--sweep restarts the server with other flags, so it needs --launch.")
+    repeats = 1 if args.repeats is None else args.repeats
+    if min(args.concurrency) < 1 or args.max_tokens < 1 or repeats < 1 or args.warmup < 0:
+        raise UserError("--concurrency, --max-tokens and --repeats must be at least 1, --warmup at least 0.")
+    if args.limit is not None and args.limit < 1:
+        raise UserError("--limit must be at least 1.")
+    if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
+        raise UserError("--temperature must be 0 or more, --top-p above 0 and at most 1.")
+    if not min(args.launch_timeout, args.request_timeout) > 0 or args.usd_per_hour is not None and not (
+            0 <= args.usd_per_hour < math.inf):
+        raise UserError("--launch-timeout and --request-timeout must be above 0, --usd-per-hour 0 or more.")
+    for flag, values in (("concurrency", args.concurrency), ("sweep-grid", args.sweep_grid),
+                         ("thinking", args.thinking)):
+        if len(set(values)) < len(values):
+            raise UserError(f"--{flag}: a value stands twice in {' '.join(map(str, values))}. "
+                            "Use --repeats to measure it again.")
+
+
+# ---- what has to be here before it begins ----
+def check_descriptors(streams: int) -> None:
+    """One a stream; the soft limit is raised as far as that needs. Raises UserError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = streams + SPARE_FILES
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise UserError(f"--concurrency: {streams} streams need {needed} open files, the limit here is {hard} "
+                        f"(ulimit -Hn). Raise it, or use at most {max(1, hard - SPARE_FILES)} streams.")
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def check_disk(folder: Path, requests: int, max_tokens: int) -> None:
+    """For the rows of so many requests. Raises UserError where not even short answers would fit."""
+    most, free = requests * (BYTES_PER_REQUEST + max_tokens * BYTES_PER_TOKEN), shutil.disk_usage(folder).free
+    if free < most / 20:
+        raise UserError(f"{folder}: {free / 1e6:,.1f} MB are free, raw.jsonl takes up to {most / 1e6:,.1f} MB. "
+                        "Free some, or name another --output-dir.")
+    if free < most:
+        log(f"note: {free / 1e6:,.0f} MB are free at {folder}, raw.jsonl takes up to {most / 1e6:,.0f} MB")

@@ -1,0 +1,225 @@
+"""04 --evaluate: the accept_length of finished drafters on held-out states, its intervals, and how two of them compare."""
+import contextlib
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import load_script
+from train_reference import one_thread, write_learnable_run, write_mapping  # noqa: F401
+from eagle3.acceptance import predicted
+from eagle3.evaluation import accept_figures, difference, with_interval
+from eagle3.stage import UserError
+from eagle3.processes import Process
+
+train = load_script("04_train")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    """A run folder with a target, hidden_states/ (40 samples), held_out/ (12 of gsm, 8 of code), and two drafters trained on the first:
+    short/ (12 steps) and long/ (36), exported in float32."""
+    root = write_learnable_run(tmp_path_factory.mktemp("toy"), {
+        "hidden_states": {"r": (40, 40)}, "held_out": {"gsm-": (12, 5), "code-": (8, 6)}})
+    write_mapping(root / "half", np.arange(0, 97, 2), 97)
+    for name, epochs in (("short", 2), ("long", 6)):
+        call(toy_flags(root, "hidden_states"), "--vocab-mapping-dir", root / "vocab_mapping", "--output-dir",
+             root / name, "--epochs", epochs,
+             "--lr", 4e-3, "--export-dtype", "float32", "--save-every", 100)
+    return root
+
+
+def toy_flags(root: Path, data: str) -> list:
+    return ["--verifier-path", root / "target", "--data-dir", root / data, "--max-seq-len", 64, "--batch-tokens", 256,
+            "--num-workers", 1]
+
+
+def call(*argv) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as logged:
+        train.main([str(word) for part in argv for word in (part if isinstance(part, list) else [part])])
+    return logged.getvalue().splitlines()
+
+
+def evaluated(toy: Path, output: Path, *more, data="held_out") -> tuple[dict, list[str]]:
+    """(evaluate.json, the lines that were said)"""
+    said = call("--evaluate", *more, toy_flags(toy, data), "--output-dir", output)
+    return json.loads((output / "evaluate.json").read_text()), said
+
+
+# ---- figures, by hand ----
+def test_prediction_is_the_sum_over_samples():
+    """Verify steps with 0, 1, 2 correct drafts: a has 1, 0, 2 (3 steps, 4 correct), b 2, 1, 0 (3 steps, 1 correct)."""
+    found = predicted({"b": [2, 1, 0], "a": [1, 0, 2]})
+    assert found == {"num_steps": 2, "accept_length": 1 + 5 / 6, "verify_steps": 6, "correct_drafts": 5,
+                     "histogram": [3, 1, 2],
+                     "accept_by_position": [3 / 6, 2 / 6], "val_ids_file": "val_ids.json",
+                     "samples": {"a": [3, 4], "b": [3, 1]}}
+    assert list(found["samples"]) == ["a", "b"]
+
+
+def test_intervals_by_hand():
+    """Samples that are all alike leave no doubt; three of ten twice as long do; fewer than five say nothing."""
+    alike = {f"s{i}": [1, 1] for i in range(10)}
+    assert accept_figures(alike)["interval"] == [1.5, 1.5] and accept_figures(alike)["accept_length"] == 1.5
+    assert accept_figures(dict(list(alike.items())[:4]))["interval"] is None
+    mixed = {f"s{i}": [0, 2] if i < 3 else [2, 0] for i in range(10)}  # of two verify steps each: all right, or none
+    low, high = accept_figures(mixed)["interval"]
+    # the share of the good ones in a resample is binomial(10, 0.3) / 10: 2.5 and 97.5 % of it at 0 or 0.1 and 0.6
+    assert accept_figures(mixed)["accept_length"] == 1.3 and low in (1.0, 1.1) and high == pytest.approx(1.6)
+
+
+def test_a_paired_difference_is_surer_than_the_lengths():
+    """The second drafter gets one draft of four more in every sample, however they differ: the difference has no spread."""
+    first = {f"s{i}": [4 - i % 3, i % 3] for i in range(12)}
+    second = {name: [left - 1, right + 1] for name, (left, right) in first.items()}
+    found = difference(first, dict(reversed(second.items())))  # paired by id, not by place
+    assert found["accept_length"] == 0.25 and found["interval"] == pytest.approx([0.25, 0.25])
+    low, high = accept_figures(first)["interval"]
+    assert high - low > 0.1 and with_interval(found, "+.3f") == "+0.250 (+0.250 to +0.250)"
+    # by hand: 1 + 4/8 less 1 + 2/8
+    assert difference({"a": [3, 1], "b": [3, 1]}, {"a": [2, 2], "b": [2, 2]}) == {"accept_length": 0.25,
+                                                                                  "interval": None}
+
+
+# ---- the command ----
+def test_of_the_validation_samples_it_is_the_prediction_of_training(toy, tmp_path):
+    found, said = evaluated(toy, tmp_path, toy / "long/best", "--ids", toy / "long/val_ids.json", data="hidden_states")
+    eagle3 = json.loads((toy / "long/best/eagle3.json").read_text())
+    prediction, own = eagle3["prediction"], found["drafters"][str(toy / "long/best")]
+    for key in ("accept_length", "verify_steps", "correct_drafts", "histogram", "accept_by_position"):
+        assert own[key] == prediction[key]
+    assert {name: [sum(walk), walk[1] + 2 * walk[2] + 3 * walk[3]] for name,
+            walk in own["walks"].items()} == prediction["samples"]
+    rows = [json.loads(line) for line in (toy / "long/metrics.jsonl").read_text().splitlines()]
+    last = next(row for row in rows if "val_loss_0" in row and row["step"] == eagle3["step"])
+    assert own["metrics"] == pytest.approx({key[4:]: value for key, value in last.items() if key.startswith("val_")},
+                                           rel=1e-6)
+    assert not any("were trained on" in line or "was trained on" in line for line in said)
+    assert [path.name for path in tmp_path.iterdir()] == ["evaluate.json"]
+
+
+def test_several_drafters_beside_each_other(toy, tmp_path):
+    folders = toy / "short/best", toy / "long/best"
+    found, said = evaluated(toy, tmp_path, *folders)
+    short, long = (found["drafters"][str(folder)] for folder in folders)
+    assert short["difference"] is None
+    assert long["difference"]["accept_length"] == pytest.approx(long["accept_length"] - short["accept_length"])
+    low, high = long["difference"]["interval"]
+    assert 0 < low < long["difference"]["accept_length"] < high
+    assert short["interval"][0] < short["accept_length"] < short["interval"][1]
+    assert short["by_source"].keys() == {"gsm", "code"} and long["by_source"]["gsm"]["samples"] == 12
+    for key in ("verify_steps", "correct_drafts"):
+        assert sum(group[key] for group in long["by_source"].values()) == long[key]
+    one = {name: walk for name, walk in long["walks"].items() if name.startswith("code-")}
+    assert long["by_source"]["code"] == accept_figures(one)
+    table = [re.split(r"\s*\|\s*", line)[1:-1] for line in said if line.startswith("|")]
+    assert table[0] == ["drafter", "accept_length", "difference to the first", "by draft position"]
+    assert table[3] == [str(folders[1]), with_interval(long, ".3f"), with_interval(long["difference"], "+.3f"),
+                        " ".join(f"{share:.3f}" for share in long["accept_by_position"])]
+    assert table[6] == ["code", "8", with_interval(short["by_source"]["code"], ".3f"),
+                        with_interval(long["by_source"]["code"], ".3f")]
+    assert said[-1].endswith(f"done: {tmp_path / 'evaluate.json'}")
+    assert found["drafters"][str(folders[0])]["weights_sha256"] != long["weights_sha256"]
+    again, _ = evaluated(toy, tmp_path, *reversed(folders))
+    assert again["drafters"][str(folders[0])]["difference"]["interval"] == pytest.approx([-high, -low])
+
+
+def test_fewer_draft_steps_are_the_same_walk_cut_short(toy, tmp_path):
+    found, _ = evaluated(toy, tmp_path, toy / "long/best", "--num-draft-steps", 1)
+    own = found["drafters"][str(toy / "long/best")]
+    assert len(own["histogram"]) == 2 and own["accept_length"] == 1 + own["accept_by_position"][0]
+    assert found["config"]["num_draft_steps"] == 1
+
+
+def test_sources_come_from_the_responses_or_are_unknown(toy, tmp_path):
+    (tmp_path / "responses").mkdir()
+    rows = [{"id": f"gsm-{i}", "source": "math" if i < 9 else "chat"} for i in range(12)]
+    (tmp_path / "responses/part-00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = evaluated(toy, tmp_path / "o", toy / "long/best", "--responses", tmp_path / "responses")
+    groups = found["drafters"][str(toy / "long/best")]["by_source"]
+    assert {name: group["samples"] for name, group in groups.items()} == {"math": 9, "chat": 3, "unknown": 8}
+    # r0, r1, ...: ids that name no source
+    found, _ = evaluated(toy, tmp_path / "o", toy / "long/best", data="hidden_states")
+    assert found["drafters"][str(toy / "long/best")]["by_source"].keys() == {"unknown"}
+    with pytest.raises(UserError, match="has none of the 40 samples"):
+        evaluated(toy, tmp_path / "o", toy / "long/best", "--responses", tmp_path / "responses", data="hidden_states")
+
+
+def test_drafters_with_other_vocabulary_maps_and_kinds(toy, tmp_path):
+    """Each is held to the probabilities inside its own map; a token outside it is never drafted."""
+    call(toy_flags(toy, "hidden_states"), "--vocab-mapping-dir", toy / "half", "--output-dir", tmp_path / "half",
+         "--epochs", 6, "--lr", 4e-3,
+         "--draft-layers", 2, "--fc-norm", "--norm-output", "--export-dtype", "float32", "--save-every", 100)
+    found, _ = evaluated(toy, tmp_path / "o", toy / "long/best", tmp_path / "half/best", "--ids",
+                         tmp_path / "half/val_ids.json", data="hidden_states")
+    own = found["drafters"][str(tmp_path / "half/best")]
+    prediction = json.loads((tmp_path / "half/best/eagle3.json").read_text())["prediction"]
+    assert own["histogram"] == prediction["histogram"]
+    assert own["accept_length"] < found["drafters"][str(toy / "long/best")]["accept_length"]
+    losses = [row["val_loss_0"] for row in map(json.loads, (tmp_path / "half/metrics.jsonl").read_text().splitlines())
+              if "val_loss_0" in row]
+    assert min(abs(own["metrics"]["loss_0"] - loss) for loss in losses) < 1e-5
+
+
+def test_several_folders_and_what_was_trained_on(toy, tmp_path):
+    """A sample in both counts once; that the drafter has seen the states of one of them is said."""
+    data = ["--data-dir", toy / "hidden_states", "--data-dir",
+            shutil.copytree(toy / "hidden_states", tmp_path / "copy")]
+    found, said = evaluated(toy, tmp_path / "o", toy / "long/best", data)
+    own = found["drafters"][str(toy / "long/best")]
+    assert own["samples"] == 60 and found["dropped"] == {"also in an earlier --data-dir": 40}
+    assert len(found["hidden_states"]) == 3
+    assert sum("was trained on these states" in line for line in said) == 1
+
+
+def spoiled(toy: Path, tmp_path: Path, change) -> Path:
+    """A copy of a drafter in which `change(config, eagle3, tensors)` was done."""
+    folder = shutil.copytree(toy / "long/best", tmp_path / "spoiled")
+    parts = [json.loads((folder / name).read_text())
+             for name in ("config.json", "eagle3.json")] + [load_file(folder / "model.safetensors")]
+    change(*parts)
+    (folder / "config.json").write_text(json.dumps(parts[0])), (folder / "eagle3.json").write_text(json.dumps(parts[1]))
+    save_file(parts[2], folder / "model.safetensors")
+    return folder
+
+
+REFUSED = {
+    "no drafter": (lambda toy, tmp: [toy / "target"], "no drafter that 04_train.py exported"),
+    "no folder": (lambda toy, tmp: [tmp / "nowhere"], "config.json: not readable"),
+    "other layers": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: e.update(capture_layers=[1, 2, 3]))],
+                     "trained on layers [1, 2, 3] (3 states)"),
+    "other width": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: c.update(hidden_size=64))],
+                    "a drafter for hidden size 64"),
+    "config of another": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: c.update(intermediate_size=8))],
+                          "has shape"),
+    "no d2t": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: t.pop("d2t"))],
+               "no drafter that 04_train.py exported ('d2t')"),
+    "other ids": (lambda toy, tmp: [toy / "long/best", "--ids", toy / "long/val_ids.json"], "none of the 4 ids of"),
+    "no states": (lambda toy, tmp: [toy / "long/best", "--data-dir", tmp], "03_extract has not finished there"),
+    "no target": (lambda toy, tmp: [toy / "long/best", "--verifier-path", tmp], "config.json: not readable"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_one_line(toy, tmp_path, what):
+    flags, message = REFUSED[what]
+    with pytest.raises(UserError) as caught:
+        call(toy_flags(toy, "held_out"), "--evaluate", *flags(toy, tmp_path))
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_flags_of_the_one_are_not_those_of_the_other(toy, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="--ids and --responses are of --evaluate"):
+        call(toy_flags(toy, "hidden_states"), "--vocab-mapping-dir", toy / "half", "--output-dir", tmp_path / "o",
+             "--ids", toy / "long/val_ids.json")
+    with pytest.raises(UserError, match="--verifier-path not given"):
+        call("--evaluate", toy / "long/best", "--data-dir", toy / "held_out")
+    monkeypatch.setattr(train, "join_processes", lambda *flags: Process(0, 2, torch.device("cpu"), torch.float32))
+    with pytest.raises(UserError, match="Start it without torchrun"):
+        call("--evaluate", toy / "long/best", toy_flags(toy, "held_out"))
