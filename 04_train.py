@@ -41,6 +41,7 @@ on sampled ones it has the probability with which serving at that temperature ac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -68,7 +69,7 @@ from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ra
                               together)
 from eagle3.recipe import recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
-from eagle3.sources import read_sources  # noqa: E402
+from eagle3.sources import Sources, read_sources  # noqa: E402
 from eagle3.stage import UserError, bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
 from eagle3.supply import Supply  # noqa: E402
 from eagle3.trainer import HostCopy, Trainer, learning_rate, loss_weights, make_drafter  # noqa: E402
@@ -319,15 +320,20 @@ def main(argv: list[str]) -> None:
     train_flags.check_args(args)
     process = join_processes(args.device, args.dtype)
     with together(process):
-        (evaluate_drafters if args.evaluate else train)(args, process)
+        if args.evaluate:
+            evaluate_drafters(args, process)
+            return
+        inputs = read_inputs(args, process.say)
+        sources = read_sources(args, inputs, process.say)
+        config, output = resolved_config(args, inputs, process), args.output_dir
+        with (open_stage(output, config, MAY_CHANGE, functools.partial(as_begun, output, config)) if process.rank == 0
+              else contextlib.nullcontext()):
+            train(args, process, inputs, sources, config)
 
 
-def train(args, process: Process) -> None:
-    inputs, say, output = read_inputs(args, process.say), process.say, args.output_dir
-    sources = read_sources(args, inputs, say)
-    config = resolved_config(args, inputs, process)
-    if process.rank == 0:
-        lock = open_stage(output, config, MAY_CHANGE, functools.partial(as_begun, output, config))  # noqa: F841  held
+def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict) -> None:
+    """What is left to do in an output folder that is this run's. Raises UserError."""
+    say, output = process.say, args.output_dir
     meet(process, LOOP)
     if not (output / "stage.json").exists():
         raise UserError(f"{output}: rank {process.rank} does not see what rank 0 wrote there. All nodes must share the "
