@@ -44,10 +44,10 @@ class Evaluation:
 
 
 def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
-    """Losses and accuracies over `samples`, less those that cannot be read, and the accept_length that greedy serving
-    will show on them. The same on every rank. Raises UserError.
+    """Losses and accuracies over `samples`, and the accept_length that greedy serving will show on them.
 
-    args: ttt_steps, num_draft_steps, batch_tokens, num_workers and loss.
+    Samples that cannot be read are left out. The same on every rank. Raises UserError. args: ttt_steps,
+    num_draft_steps, batch_tokens, num_workers and loss.
     """
     K, draft_steps, world, device = args.ttt_steps, args.num_draft_steps, process.world, process.device
     bins = pack([sample.tokens for sample in samples], list(range(len(samples))), args.batch_tokens)

@@ -23,8 +23,11 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
 class Again(Extraction):
-    """An Extraction whose files are compared, not kept. failed: {id: problem}; errors: {id: relative error of each
-    stream, (A + 1,)}; same: samples whose bytes are those in place."""
+    """An Extraction whose files are compared, not kept.
+
+    failed: {id: problem}; errors: {id: relative error of each stream, (A + 1,)}; same: samples whose bytes are those
+    in place.
+    """
 
     def __init__(self, args, samples: list[Sample], facts: dict, parts: list[Path], journal: Journal, incoming: Path):
         """samples: those in place; facts: theirs."""
@@ -67,8 +70,8 @@ class Again(Extraction):
             self.failed[sample.id] = (f"extracted again {names[worst]} is another (relative error "
                                       f"{errors[worst]:.3g}, batches make {TOLERANCE[dtype]:g})")
         elif not same and self.one_at_a_time:
-            self.failed[sample.id] = (f"extracted again it has other bytes (relative error {errors[worst]:.3g}), though "
-                                      "the server runs one request at a time (max_running_requests 1)")
+            self.failed[sample.id] = (f"extracted again it has other bytes (relative error {errors[worst]:.3g}), "
+                                      "though the server runs one request at a time (max_running_requests 1)")
 
     def run(self, leave_out: set[str]) -> dict:
         """Extract and compare, but none of `leave_out`. Returns what verify.json says of it. Raises UserError."""
@@ -97,8 +100,10 @@ class Again(Extraction):
 
 
 def relative_errors(old: StateFile, new: StateFile, piece: int = 512) -> list[float]:
-    """(A + 1,) medians over the rows of |new - old| / |old|, of each captured layer and the final state; infinite where
-    they are not finite. Raises OSError."""
+    """(A + 1,) medians over the rows of |new - old| / |old|, of each captured layer and the final state.
+
+    Infinite where they are not finite. Raises OSError.
+    """
     import torch
 
     T, width = old.header["last_hidden_states"]["shape"]

@@ -100,8 +100,10 @@ def held_out_samples(args, sources: list[Source], draft_ids: torch.Tensor, head:
 
 
 def data_sources(samples: list[Sample], responses: list[Path] | None) -> dict[str, str]:
-    """{sample id: where its prompt is from}: the row's `source` in a responses/ folder, else the id's part before the
-    first "-" (unknown, where hardly two samples share it). Raises UserError.
+    """{sample id: where its prompt is from}. Raises UserError.
+
+    That is the row's `source` in a responses/ folder, else the id's part before the first "-" (unknown, where hardly
+    two samples share it).
     """
     names = {sample.id: sample.path.stem for sample in samples}  # without its folder's number
     if not responses:
@@ -136,8 +138,9 @@ def accept_figures(walks: dict[str, list[int]]) -> dict:
 
 
 def difference(first: dict[str, list[int]], other: dict[str, list[int]]) -> dict:
-    """accept_length of `other` less that of `first` on the samples that both could read, and its 95 % interval: in a
-    resample both have the same ones.
+    """accept_length of `other` less that of `first` on the samples that both could read, and its 95 % interval.
+
+    In a resample both have the same samples.
     """
     ids = [name for name in first if name in other]
     both = np.hstack([counts(first, ids), counts(other, ids)])
@@ -194,10 +197,10 @@ def make_drafter(exported: Exported, embed: torch.Tensor, head: torch.Tensor, po
 
 
 def evaluate_drafters(args, process: Process) -> None:
-    """Logs a line a drafter, prints the tables, and writes evaluate.json into --output-dir if one is given. Raises
-    UserError.
+    """Logs a line a drafter, prints the tables, and writes evaluate.json into --output-dir if one is given.
 
-    args: evaluate (folders), verifier_path, data_dirs, ids, responses, output_dir, and what `evaluate` takes.
+    args: evaluate (folders), verifier_path, data_dirs, ids, responses, output_dir, and what `evaluate` takes. Raises
+    UserError.
     """
     if process.world > 1:
         raise UserError("--evaluate computes in one process. Start it without torchrun.")

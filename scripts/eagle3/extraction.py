@@ -182,8 +182,11 @@ class Extraction:
                             "than --max-failed allows. Mend the cause, then run the same command with --redo-failed.")
 
     def leave_out_unknown_ids(self, vocab_size: int) -> None:
-        """Quarantine what holds a token that the target has no embedding for: it would end the server, not the request.
-        Raises UserError where that is more than --max-failed allows: these are another tokenizer's."""
+        """Quarantine what holds a token that the target has no embedding for: it would end the server, not the
+        request.
+
+        Raises UserError where that is more than --max-failed allows: these are another tokenizer's.
+        """
         bad = [sample for sample in self.to_do if sample.largest >= vocab_size]
         if len(bad) > max(1, self.args.max_failed * self.total):
             raise UserError(f"{self.args.data_dir}: {len(bad)} of {self.total} samples hold tokens beyond the target's "

@@ -199,8 +199,11 @@ class Journal:
             self.mend(damaged)
 
     def mend(self, damaged: list[tuple[int, bytes]]) -> None:
-        """Blank out `damaged` lines, (offset, line) each, in their place, since who reads beside this goes by offsets;
-        what of them is legible and still holds is written anew at the end."""
+        """Blank out `damaged` lines, (offset, line) each, in their place, since who reads beside this goes by
+        offsets.
+
+        What of them is legible and still holds is written anew at the end.
+        """
         log(f"{self.path}: {len(damaged)} lines damaged: what they said is taken from their files")
         with open(self.path, "rb+") as file:
             for offset, raw in damaged:
@@ -242,10 +245,10 @@ class Journal:
             os.fsync(self.file.fileno())
 
     def in_place(self, sample, ids: Callable[[], list[int]]) -> bool:
-        """Whether `sample` (as for add_sample) lies in place: line and file agree on size, facts and checksum. A file
-        whose line is lost or says otherwise, but which is this sample's (`ids`), gets a new line.
+        """Whether `sample` (as for add_sample) lies in place: line and file agree on size, facts and checksum.
 
-        The checksum is the one in the file's header; --verify computes it. Raises UserError.
+        A file whose line is lost or says otherwise, but which is this sample's (`ids`), gets a new line. The checksum
+        is the one in the file's header; --verify computes it. Raises UserError.
         """
         row, path = self.rows.get(sample.id), sample_path(self.folder, sample.id)
         if sample.id in self.redone or not path.exists():

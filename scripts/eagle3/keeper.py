@@ -47,8 +47,11 @@ class Keeper:
         self.unread = Counter(self.state.get("unread", {}))  # by all ranks, up to that checkpoint
 
     def open(self, saves: int, last_row: int, val: list | None) -> dict | None:
-        """Before the first step: room for the checkpoints to come (so many), metrics.jsonl up to the step `last_row`,
-        val_ids.json (None: later), best/. Returns what is best so far. Raises UserError.
+        """Before the first step: room for so many `saves`, metrics.jsonl, val_ids.json, best/. Returns what is best
+        so far.
+
+        last_row: the step up to which metrics.jsonl holds; val: None where the samples are known later only. Raises
+        UserError.
         """
         best, output = None, self.args.output_dir
         if self.process.rank == 0:

@@ -32,8 +32,10 @@ SPREADS = 8.0          # robust standard deviations that are usual
 
 @dataclass
 class Measures:
-    """Of one sample. sizes (A + 1,), profiles (A + 1, PROFILE), links (A, 3): with the position before, the same, the
-    one after; NaN where too few rows are there."""
+    """Of one sample; NaN where too few rows are there.
+
+    sizes (A + 1,), profiles (A + 1, PROFILE), links (A, 3): with the position before, the same, the one after.
+    """
     sizes: np.ndarray
     profiles: np.ndarray
     links: np.ndarray
@@ -54,7 +56,8 @@ def link(first, second) -> list[float]:
 
     Each channel is standardised over the rows: else the few that are huge everywhere would be all that counted.
     """
-    first, second = ((rows - rows.mean(0)) / (rows.std(0) + 1e-6 * rows.abs().max() + 1e-30) for rows in (first, second))
+    first, second = ((rows - rows.mean(0)) / (rows.std(0) + 1e-6 * rows.abs().max() + 1e-30)
+                     for rows in (first, second))
     first, second = (rows / (rows.norm(dim=1, keepdim=True) + 1e-30) for rows in (first, second))
     pairs = (first[1:], second[:-1]), (first, second), (first[:-1], second[1:])
     return [float((a * b).sum(1).mean()) for a, b in pairs]
@@ -98,10 +101,10 @@ def spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def margins(sizes: np.ndarray, profiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How much nearer each sample's stream is to the folder's own of that layer than to that of any other layer,
-    (samples, A + 1), and which other one that is. sizes (samples, A + 1): their logarithms.
+    """(samples, A + 1): how much nearer a stream is to the folder's own of its layer than to any other layer's, and
+    which.
 
-    Near: the angle between profiles, and how many times one is larger.
+    sizes (samples, A + 1): their logarithms. Near: the angle between profiles, and how many times one is larger.
     """
     middle, own = np.median(sizes, 0), np.mean(profiles, 0)
     own = own / np.linalg.norm(own, axis=1, keepdims=True)

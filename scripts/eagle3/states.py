@@ -146,8 +146,10 @@ def torch_uint8():
 
 # ---- is it the file that it should be ----
 def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, facts: dict | None) -> dict:
-    """The facts (FACTS, weights) a file states. Raises ValueError: it is not this sample, or not of the folder's
-    `facts`."""
+    """The facts (FACTS, weights) a file states.
+
+    Raises ValueError: it is not this sample, or not of the folder's `facts`.
+    """
     try:
         dtype, (_, width) = file.header["last_hidden_states"]["dtype"], file.header["last_hidden_states"]["shape"]
         tensors = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in file.header.items()}

@@ -23,8 +23,9 @@ class Supply:
 
     def __init__(self, args, process: Process, plan: Plan, shape: Shape, follow: Follow | None, window: Window,
                  left_out: Counter):
-        """args: ttt_steps, num_workers, noise_std and seed. window and left_out {id: times} count what could not be
-        read, window also what was waited for.
+        """args: ttt_steps, num_workers, noise_std and seed.
+
+        window and left_out {id: times} count what could not be read, window also what was waited for.
         """
         self.args, self.process, self.plan, self.shape, self.follow = args, process, plan, shape, follow
         self.window, self.left_out, self.K = window, left_out, args.ttt_steps
