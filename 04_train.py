@@ -72,7 +72,7 @@ from eagle3.loader import Reader, feed  # noqa: E402
 from eagle3.metrics import Window, gpu_use, listed, step_metrics  # noqa: E402
 from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ranks, join_processes, meet,  # noqa: E402
                               together)
-from eagle3.recipe import recorded  # noqa: E402
+from eagle3.recipe import fill_rate, recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.sources import read_sources  # noqa: E402
 from eagle3.stage import UserError, bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
@@ -384,6 +384,7 @@ def main(argv: list[str]) -> None:
 
 def train(args, process: Process) -> None:
     inputs, say, output = read_inputs(args, process.say), process.say, args.output_dir
+    reasons = fill_rate(args, inputs.shape.hidden, process.world)
     sources = read_sources(args, inputs, say)
     config = resolved_config(args, inputs, process)
     if process.rank == 0:
@@ -397,6 +398,8 @@ def train(args, process: Process) -> None:
     gpu = torch.cuda.get_device_name(process.device) if process.device.type == "cuda" else "cpu"
     say(f"config {json.dumps(config)}")
     say(f"versions {json.dumps(versions)} | {process.world} x {gpu}")
+    for reason in reasons:
+        say(f"recipe {reason}")
     if (output / "manifest.json").exists():
         say("complete already")
         say(f"done: {output}")
