@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
+from eagle3.again import Again  # noqa: E402
 from eagle3.extraction import FULL, Extraction  # noqa: E402
 from eagle3.incoming import clean_incoming, free_bytes, settle  # noqa: E402
 from eagle3.journal import Journal, write_bound, write_plan  # noqa: E402
@@ -37,7 +38,7 @@ from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args,
                           sha256_file, write_manifest)
 from eagle3.states import facts_token_bytes, token_bytes  # noqa: E402
 from eagle3.target import Target, text_config  # noqa: E402
-from eagle3.verify import read_report, redo_failed, verify, verify_complete  # noqa: E402
+from eagle3.verify import complete_rows, read_report, redo_failed, verify  # noqa: E402
 
 STAGE = "03_extract"
 
@@ -72,9 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--verify", action=argparse.BooleanOptionalAction, default=False,
         help="afterwards, or on a complete folder: re-read and check everything")
     add("--verify-again", type=int, default=0, metavar="N",
-        help="--verify, and N samples extracted anew, each alone, and compared with those in place (needs servers)")
+        help="--verify, and N samples extracted anew, each alone, and compared with those in place")
     add("--verifier-path", type=Path, metavar="DIR",
-        help="the target's folder: --verify then also recomputes greedy tokens; its vocabulary is that of all token ids")
+        help="the target's folder: --verify then also recomputes greedy tokens; its vocabulary is that of all token "
+             "ids")
     add("--verify-positions", type=int, default=64, metavar="K",
         help="response positions a sample to recompute (0: all)")
     add("--min-agreement", type=float, default=0.2, metavar="SHARE",
@@ -128,8 +130,10 @@ def forecast(job: Extraction, tokens: int) -> None:
 
 
 def check_servers(job: Extraction) -> int | None:
-    """All of them are there and take the key, and still nothing of an earlier process. Returns the target's vocabulary
-    size where --verifier-path or a server tells it. Raises UserError."""
+    """All of them are there and take the key, and still nothing of an earlier process.
+
+    Returns the target's vocabulary size where --verifier-path or a server tells it. Raises UserError.
+    """
     sizes = [text_config(job.args.verifier_path).get("vocab_size")] if job.args.verifier_path else []
     for server in job.servers:
         try:
@@ -204,14 +208,8 @@ def watch(job: Extraction, progress: Progress) -> None:
             if job.stop is not None:
                 job.journal.sync()
                 raise job.stop
-            now = time.monotonic()
-            away = [server for server in job.servers if server.away_since is not None]
-            if len(away) == len(job.servers) \
-                    and now - max(server.away_since for server in away) > job.args.server_wait:
-                raise UserError(f"{', '.join(server.url for server in away)}: away for {job.args.server_wait:.0f} s. "
-                                "Start the server again, then run the same command.")
             job.check_failed()
-            progress.look(len(away))
+            progress.look(job.check_away())
             shown.update(progress.in_place + job.done_samples - shown.n)
     if job.stop is not None:
         raise job.stop
@@ -294,6 +292,15 @@ def is_complete(args, folder: Path) -> bool:
     return before == args.limit
 
 
+def begin_again(args, samples: list[Sample], facts: dict, parts: list[Path], journal: Journal, incoming: Path):
+    """What --verify-again is done with; None without it. Raises UserError: its servers are not there."""
+    if not args.verify_again:
+        return None
+    again = Again(args, samples, facts, parts, journal, incoming)
+    check_servers(again)
+    return again
+
+
 def extract(args) -> None:
     parts = finished_parts(args.data_dir)
     inputs = {"responses": sha256_file(args.data_dir / "manifest.json")}
@@ -324,7 +331,9 @@ def extract(args) -> None:
     if not samples:
         raise UserError(f"{args.data_dir}: no sample to extract (dropped: {dict(dropped)}).")
     if complete:  # nothing is extracted on the way: what is damaged is reported
-        verify_complete(args, samples, parts, folder, incoming)
+        rows, facts = complete_rows(folder)
+        samples = [sample for sample in samples if sample.id in rows]
+        verify(args, samples, rows, facts, parts, folder, begin_again(args, samples, facts, parts, journal, incoming))
         return
 
     write_plan(folder, samples)
@@ -339,7 +348,8 @@ def extract(args) -> None:
                         "Mend the cause, then run this with --redo-failed.")
     index_sha256 = journal.write_index([sample.id for sample in samples])
     if args.verify:
-        verify(args, samples, journal, parts, incoming)
+        again = begin_again(args, samples, journal.facts, parts, journal, incoming)
+        verify(args, samples, journal.rows, journal.facts, parts, folder, again)
     dropped.update(job.quarantine.reasons.values())
     job.deaths.forget()
     complete_manifest(args, job, samples, dropped, inputs, index_sha256)

@@ -41,6 +41,7 @@ on sampled ones it has the probability with which serving at that temperature ac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -51,32 +52,27 @@ from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import train_flags  # noqa: E402
 from eagle3.acceptance import evaluate  # noqa: E402
-from eagle3.batches import add_noise  # noqa: E402
 from eagle3.checked import NO_LOSS, forget  # noqa: E402
 from eagle3.checkpoints import begun, repair, writing  # noqa: E402
-from eagle3.drafter import Drafter  # noqa: E402
 from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.keeper import Keeper, stop_if_not_finite  # noqa: E402
-from eagle3.loader import Reader, feed  # noqa: E402
 from eagle3.metrics import Window, gpu_use, listed, step_metrics  # noqa: E402
 from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ranks, join_processes, meet,  # noqa: E402
                               together)
 from eagle3.recipe import fill_rate, recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
-from eagle3.sources import read_sources  # noqa: E402
+from eagle3.sources import Sources, read_sources  # noqa: E402
 from eagle3.stage import UserError, bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
-from eagle3.trainer import HostCopy, Trainer, learning_rate, loss_weights  # noqa: E402
+from eagle3.supply import Supply  # noqa: E402
+from eagle3.trainer import HostCopy, Trainer, learning_rate, loss_weights, make_drafter  # noqa: E402
 from eagle3.training_plot import plot  # noqa: E402
 
 STAGE = "04_train"
@@ -103,6 +99,7 @@ class Training:
         self.saves = {*plan.epoch_ends, self.total, *range(0, self.total, args.save_every or self.total)}
         self.window, self.pending, self.leaving = Window(self.K), None, Leaving(process)
         self.keeper = Keeper(args, process, inputs, trainer)
+        self.supply = Supply(args, process, plan, trainer.draft.shape, follow, self.window, self.keeper.left_out)
         self.done, cut_short = trainer.step, self.keeper.state.get("cut_short")
         self.unended = bool(cut_short) and not cut_short["ended"]  # whether what is due after that step is still to do
         if cut_short:
@@ -119,24 +116,24 @@ class Training:
     def train(self) -> None:
         """All steps that are left."""
         process, plan, follow = self.process, self.plan, self.follow
-        rank, world = process.rank, process.world
-        ours = [(epoch, indices) for epoch, bins in plan.schedule[self.done:] for indices in bins[rank::world]]
-        batches, self.started = self.micro_batches(ours), time.monotonic()
+        batches, self.started = self.supply.batches(self.done), time.monotonic()
         with self.leaving, bar(self.total, "step", self.done) as progress:
             if self.unended:
                 self.end_step(self.done)
             for step, (epoch, bins) in enumerate(plan.schedule[self.done:], self.done + 1):
                 if follow:
-                    self.wait_for(step, bins)
-                members, counts = self.members_and_counts(bins)
+                    self.supply.wait(step, bins)
+                    if self.leaving.agreed(at_once=True):
+                        self.leave(step - 1, ended=True)
+                members, counts = self.supply.members_and_counts(bins)
                 sums = self.trainer.update(batches, sum(map(bool, members)), counts, self.learning_rate(step))
                 self.window.add(sums, counts, sum(plan.train[i].tokens for indices in bins for i in indices))
                 if self.pending:  # of the step before: the GPU is nearly done with it, and has this one to go on with
                     stop_if_not_finite(*self.pending)
-                report = self.output / f"not-finite-{step}-rank{rank}.json"
+                report = self.output / f"not-finite-{step}-rank{process.rank}.json"
                 self.pending = step, HostCopy(sums), report, sum(members, [])
                 if follow:
-                    follow.behind([plan.train[i] for indices in bins[rank::world] for i in indices])
+                    follow.behind([plan.train[i] for indices in bins[process.rank::process.world] for i in indices])
                 if self.leaving.agreed():
                     self.leave(step, ended=False)
                 self.end_step(step)
@@ -157,11 +154,13 @@ class Training:
                 self.validate_and_save(step)
             elif step in self.evaluations:
                 self.validate(step, self.plan.val)
-            self.window = Window(self.K)
+            self.window.clear()
 
     def leave(self, step: int, ended: bool) -> NoReturn:
-        """A SIGTERM was heard: save what there is after `step`, and go. ended: what is due after it is done, too. The
-        run that goes on from here ends in the bytes of one that was not disturbed.
+        """A SIGTERM was heard: save what there is after `step`, and go.
+
+        ended: what is due after it is done, too. The run that goes on from here ends in the bytes of one that was not
+        disturbed.
         """
         if self.trainer.step > self.keeper.saved:
             if self.pending:
@@ -176,50 +175,6 @@ class Training:
         if self.process.world > 1:
             dist.destroy_process_group()
         sys.exit(TERMINATED)
-
-    def present(self, indices: list[int], wait: bool = True):
-        """The samples of a planned micro-batch without those that failed; None where --follow would have to wait and
-        shall not.
-        """
-        members = [self.plan.train[i] for i in indices]
-        if self.follow:
-            return self.follow.take(members, wait)
-        return [self.plan.found[sample.id] for sample in members if sample.id in self.plan.found]
-
-    def micro_batches(self, ours: list):
-        """This rank's batches on the device, one after the other; None where nothing of one could be read."""
-        args, shape, process = self.args, self.trainer.draft.shape, self.process
-        reader = Reader(self.K, shape, process.device.type == "cuda", len(self.plan.train))
-        for (epoch, indices), loaded, waited in feed(ours, reader.load, args.num_workers, process.device, process.dtype,
-                                                     lambda planned, wait: self.present(planned[1], wait)):
-            self.window.waited += waited
-            for sample in loaded.left_out:
-                self.window.missing += sample.counts(self.K)
-                self.keeper.left_out[sample.id] += 1
-            if loaded.batch:
-                self.window.flops += loaded.batch.flops(shape, self.K)
-                if args.noise_std:
-                    add_noise(loaded.batch, args.noise_std, f"{args.seed}:{epoch}:{indices}")
-            yield loaded.batch
-
-    def wait_for(self, step: int, bins: list) -> None:
-        """Until 03 has landed what `step` trains on."""
-        begun = time.monotonic()
-        self.follow.wait([self.plan.train[i] for indices in bins for i in indices] + self.follow.unused.get(step, []))
-        self.window.waited += time.monotonic() - begun
-        if self.leaving.agreed(at_once=True):
-            self.leave(step - 1, ended=True)
-
-    def members_and_counts(self, bins: list):
-        """The samples of each of this rank's micro-batches, and the step's loss rows (K,) over all ranks."""
-        ours = bins[self.process.rank::self.process.world]
-        members = [self.present(indices) for indices in ours]
-        counted = members if self.follow else map(self.present, bins)  # following, a rank knows only of its own samples
-        each = (np.array(sample.counts(self.K)) for some in counted for sample in some)
-        counts = sum(each, np.zeros(self.K, np.int64))
-        if self.follow and self.process.world > 1:
-            dist.all_reduce(torch.from_numpy(counts))
-        return members, counts
 
     def log_step(self, step: int, epoch: int, lr: float) -> None:
         args, window, K = self.args, self.window, self.K
@@ -245,8 +200,10 @@ class Training:
             f"data wait {window.waited / seconds:.0%} | eta {duration(left)}")
 
     def validate_and_save(self, step: int) -> None:
-        """Evaluate, write checkpoint-<step> and, if of all checkpoints it predicts the longest accept_length so far,
-        best/; then release. Evaluations between checkpoints (--eval-every) have no say in what is best.
+        """Evaluate, write checkpoint-<step> and perhaps best/; then release.
+
+        best/ is the checkpoint that predicts the longest accept_length so far. Evaluations between checkpoints
+        (--eval-every) have no say in what is best.
         """
         val, agreement, state = self.plan.val, self.plan.agreement, {}
         if self.follow:
@@ -276,8 +233,9 @@ class Training:
         return val, self.follow.agreement(), state
 
     def validate(self, step: int, val: list) -> dict:
-        """What serving would accept of the drafter as it is now, into the log, metrics.jsonl and training.png; returns
-        eagle3.json's `prediction`.
+        """What serving would accept of the drafter as it is now: into the log, metrics.jsonl and training.png.
+
+        Returns eagle3.json's `prediction`.
         """
         with self.trainer.draft.using(self.trainer.average):
             evaluation = evaluate(self.trainer.draft, val, self.args, self.process)
@@ -341,23 +299,6 @@ class Training:
 
 
 # ---- main ----
-def make_drafter(args, inputs: Inputs, head: torch.Tensor, process: Process) -> Drafter:
-    """Fresh weights, or another drafter's. Raises UserError."""
-    draft = Drafter(inputs.shape, process.dtype, process.device, inputs.target.tensor("embed"), head[inputs.draft_ids],
-                    inputs.draft_ids, args.max_seq_len + args.ttt_steps)
-    if args.finetune_from:
-        try:
-            draft.load(load_file(args.finetune_from / "model.safetensors"))
-        except (SafetensorError, UserError) as error:
-            raise UserError(f"{args.finetune_from}/model.safetensors: {error}") from None
-        return draft
-    draft.initialise(args.seed)
-    if process.world > 1:  # GPUs of two models draw other numbers from one seed
-        dist.broadcast(draft.master.flat, 0)
-        draft.refresh()
-    return draft
-
-
 def resolved_config(args, inputs: Inputs, process: Process) -> dict:
     """All that the run hangs on, by flag; what is not in MAY_CHANGE must stay as it is over resumes."""
     return recorded(train_flags.as_config(args) | {
@@ -379,16 +320,21 @@ def main(argv: list[str]) -> None:
     train_flags.check_args(args)
     process = join_processes(args.device, args.dtype)
     with together(process):
-        (evaluate_drafters if args.evaluate else train)(args, process)
+        if args.evaluate:
+            evaluate_drafters(args, process)
+            return
+        inputs = read_inputs(args, process.say)
+        reasons = fill_rate(args, inputs.shape.hidden, process.world)
+        sources = read_sources(args, inputs, process.say)
+        config, output = resolved_config(args, inputs, process), args.output_dir
+        with (open_stage(output, config, MAY_CHANGE, functools.partial(as_begun, output, config)) if process.rank == 0
+              else contextlib.nullcontext()):
+            train(args, process, inputs, sources, config, reasons)
 
 
-def train(args, process: Process) -> None:
-    inputs, say, output = read_inputs(args, process.say), process.say, args.output_dir
-    reasons = fill_rate(args, inputs.shape.hidden, process.world)
-    sources = read_sources(args, inputs, say)
-    config = resolved_config(args, inputs, process)
-    if process.rank == 0:
-        lock = open_stage(output, config, MAY_CHANGE, functools.partial(as_begun, output, config))  # noqa: F841  held
+def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict, reasons: list[str]) -> None:
+    """What is left to do in an output folder that is this run's. Raises UserError. reasons: of recipe.fill_rate."""
+    say, output = process.say, args.output_dir
     meet(process, LOOP)
     if not (output / "stage.json").exists():
         raise UserError(f"{output}: rank {process.rank} does not see what rank 0 wrote there. All nodes must share the "

@@ -38,7 +38,7 @@ from eagle3.endpoints import (Endpoints, contact, drafter_hashes, flush_cache, p
                               read_provenance, same_folder, sweep_variants)
 from eagle3.figures import count, difference_key, level_figures, same_text  # noqa: E402
 from eagle3.load import Connection, Power, run_unit  # noqa: E402
-from eagle3.masking import clean, masked  # noqa: E402
+from eagle3.masking import clean, cleaned, masked  # noqa: E402
 from eagle3.measured import Measured  # noqa: E402
 from eagle3.plots import draw_plots, no_plots  # noqa: E402
 from eagle3.report import build_report, figures_table, prediction_sentence, report_markdown  # noqa: E402
@@ -269,7 +269,7 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
     if args.doctor:
         found["doctor"] = examine_drafter(bench, found["variants"])
     drawn, found["not_drawn"] = draw_plots(found, out) if plots else ([], {})
-    write_atomic(out / "report.json", clean(json.dumps(found, indent=1)) + "\n")
+    write_atomic(out / "report.json", json.dumps(cleaned(found), indent=1) + "\n")
     write_atomic(bench.report_path, clean(report_markdown(found, drawn)))
     return found
 

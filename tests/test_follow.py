@@ -294,9 +294,10 @@ class Lander(threading.Thread):
     It counts the most that each file can take, so that a bound that just does leaves nothing over.
     """
 
-    def __init__(self, source: Path, folder: Path, bound: int, failed=(), damaged=()):
+    def __init__(self, source: Path, folder: Path, bound: int, failed=(), damaged=(), last=True):
+        """last: whether it ends as 03 does, by its manifest."""
         super().__init__(daemon=True)
-        self.source, self.folder, self.bound, self.failed, self.damaged = source, folder, bound, failed, damaged
+        self.source, self.folder, self.bound, self.failed, self.damaged, self.last = source, folder, bound, failed, damaged, last
         folder.mkdir()
         shutil.copy(source / "plan.jsonl", folder)
         (folder / "bound.json").write_text(json.dumps({"max_disk_gb": bound / 1e9}))
@@ -323,6 +324,10 @@ class Lander(threading.Thread):
             place.parent.mkdir(exist_ok=True)
             (self.folder / "tmp").write_bytes(data)
             (self.folder / "tmp").rename(place)
+        if self.last:
+            self.finish()
+
+    def finish(self):
         for name in ("index.jsonl", "manifest.json"):
             shutil.copy(self.source / name, self.folder / name)
 
@@ -459,6 +464,167 @@ def test_04_says_what_it_waits_for_and_ends_when_told(toy, tmp_path):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
+
+
+# ------------------------------------------------------------------ faults: nothing is released that is not safe
+def spoils(monkeypatch, step: int) -> None:
+    """An infinity in AdamW's second moment after `step`: all losses stay finite, one weight never moves again."""
+    update = train.Trainer.update
+
+    def spoilt(self, *args):
+        sums = update(self, *args)
+        if self.step == step:
+            self.tensors()["second"][3] = float("inf")
+        return sums
+
+    monkeypatch.setattr(train.Trainer, "update", spoilt)
+
+
+def stopped(argv: list[str], capsys) -> tuple[int, list[str]]:
+    """(exit code, lines) of a run in this process that ends early."""
+    capsys.readouterr()
+    try:
+        train.main(argv)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    gc.collect()  # the locks that a process loses as it ends
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_an_infinity_releases_and_saves_nothing(toy, tmp_path, monkeypatch, capsys):
+    lander = Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND)
+    arguments = toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow")
+    with monkeypatch.context() as patch:
+        spoils(patch, 2)
+        code, said = stopped(arguments, capsys)
+    assert code == 1 and "not finite: second, after step" in said[-1] and "there is no checkpoint yet. Lower --lr in another --output-dir" in said[-1]
+    assert not checkpoints(tmp_path / "output") and not (tmp_path / "data/released.jsonl").read_text()
+
+    with monkeypatch.context() as patch:  # and after samples were released: these had a good checkpoint
+        release = Follow.release
+
+        def then_spoils(self, step):
+            release(self, step)
+            if step:
+                spoils(patch, step + 1)
+
+        patch.setattr(Follow, "release", then_spoils)
+        code, said = stopped(arguments, capsys)
+    [(step, good)] = checkpoints(tmp_path / "output")
+    assert code == 1 and f"checkpoint-{step} is untouched. No sample was released since." in said[-1]
+    assert "begin both stages in new folders, with a lower --lr" in said[-1] and f"--finetune-from {good} keeps" in said[-1]
+    released = {json.loads(line)["id"] for line in (tmp_path / "data/released.jsonl").read_text().splitlines()}
+    there = {json.loads(line)["id"] for line in (tmp_path / "data/landed.jsonl").read_text().splitlines()[1:]} - released
+    assert released and names(tmp_path / "data") >= there - {max(there)}  # the last one may be on its way
+    assert all(torch.isfinite(tensor).all() for tensor in load_file(good / "training_state/state.safetensors").values())
+    train.main(arguments)  # it was the memory of a GPU: the same command goes on
+    lander.join(timeout=20)
+
+
+def test_an_undamaged_run_after_an_infinity_is_the_ordinary_one(toy, in_order, tmp_path, monkeypatch, capsys):
+    Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND)
+    arguments = toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow")
+    with monkeypatch.context() as patch:
+        spoils(patch, 20)
+        assert stopped(arguments, capsys)[0] == 1
+    train.main(arguments)
+    assert drafter(tmp_path / "output") == in_order
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_behind_which_samples_were_released_is_refused(toy, in_order, tmp_path, monkeypatch, capsys):
+    """The one before would need them again. Put back, the damaged one is gone on from."""
+    Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND)
+    arguments, releases = toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow"), []
+    with monkeypatch.context() as patch:
+        release = Follow.release
+
+        def third(self, step):
+            release(self, step)
+            releases.append(step)
+            if len(releases) == 4:  # the first one was at the start
+                sys.exit(9)
+
+        patch.setattr(Follow, "release", third)
+        assert stopped(arguments, capsys)[0] == 9
+    (older, _), (newest, folder) = checkpoints(tmp_path / "output")[-2:]
+    shutil.copytree(folder, tmp_path / "copy")
+    flip(folder / "training_state/state.safetensors")
+    with pytest.raises(UserError, match=f"checkpoint-{newest} is damaged .*samples were released since the good one of step {older}: they are gone. Put the "
+                                        f"damaged one back from a copy, or begin both stages in new folders; --finetune-from .*checkpoint-{older} keeps"):
+        train.main(arguments)
+    gc.collect()
+    assert [step for step, _ in checkpoints(tmp_path / "output")] == [older, newest]  # nothing was set aside
+    shutil.rmtree(folder)
+    (tmp_path / "copy").rename(folder)
+    train.main(arguments)
+    assert drafter(tmp_path / "output") == in_order
+
+
+def test_a_damaged_checkpoint_where_nothing_was_released(toy, in_order, tmp_path, capsys):
+    arguments = toy_arguments(toy, toy / "hidden_states", tmp_path / "output", "--follow", "--save-every", 10)
+    train.main(arguments)
+    assert drafter(tmp_path / "output") == in_order
+    (tmp_path / "output/manifest.json").unlink()
+    (_, before), (_, newest) = checkpoints(tmp_path / "output")[-2:]
+    flip(newest / "training_state/state.safetensors")
+    code, said = stopped(arguments, capsys)
+    assert code == 0 and any(f"{newest} is damaged (" in line for line in said) and any(line.endswith(f"resume {before}") for line in said)
+    assert drafter(tmp_path / "output") == in_order
+
+
+@pytest.mark.parametrize("step", [1, 15])
+def test_sigterm_between_releases(toy, in_order, tmp_path, monkeypatch, capsys, step):
+    Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND)
+    arguments, update = toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow"), train.Trainer.update
+
+    def terminates(self, *args):
+        sums = update(self, *args)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sums
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "update", terminates)
+        code, said = stopped(arguments, capsys)
+    assert code == 143 and f"terminated after step {step}: checkpoint-{step} is on the disk" in said[-1]
+    train.main(arguments)
+    assert drafter(tmp_path / "output") == in_order
+
+
+def test_sigterm_while_03_is_silent_and_while_its_end_is_awaited(toy, in_order, tmp_path):
+    """04 waits for a sample that does not come, later for 03's manifest: both times it saves what it has, and goes."""
+    lander = Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND, last=False)
+    while not len(names(tmp_path / "data")) > 55:
+        time.sleep(0.01)
+    lander.bound = 0  # 03 stops here
+
+    def terminated(when: str) -> str:
+        process = subprocess.Popen([sys.executable, "-u", str(ROOT / "04_train.py"), *toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow")],
+                                   env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        said = [next(line for line in process.stdout if when in line)]
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+        said.append(process.communicate(timeout=60)[0])
+        assert process.returncode == 143, said
+        return said[1].splitlines()[-1]
+
+    line = terminated("waiting for sample")
+    first = checkpoints(tmp_path / "output")[-1][0]
+    assert f"terminated after step {first}: checkpoint-{first} is on the disk" in line
+    lander.bound = TOY_BOUND
+    line = terminated("waiting for 03_extract to write its manifest")
+    last = checkpoints(tmp_path / "output")[-1][0]
+    assert last > first and f"terminated after step {last}: checkpoint-{last} is on the disk" in line
+    lander.finish()
+    train.main(toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow"))
+    assert drafter(tmp_path / "output") == in_order
 
 
 def test_samples_released_to_another_output_are_not_missed_in_silence(toy, tmp_path):

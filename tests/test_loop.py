@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from conftest import ROOT, free_port, load_script
 from train_reference import learnable_samples, one_thread, write_hidden_states, write_learnable_run  # noqa: F401
-from eagle3 import training_plot
+from eagle3 import supply, training_plot
 from eagle3.batches import seen_in_epoch
 from eagle3.checkpoints import checkpoints
 from eagle3.metrics import listed, step_metrics
@@ -289,12 +289,12 @@ def seen(monkeypatch) -> list[str]:
     """The ids of the samples that are trained on, in order, as the run goes."""
     names = []
 
-    class Noted(train.Reader):
+    class Noted(supply.Reader):
         def load(self, samples):
             names.extend(sample.id for sample in samples)
             return super().load(samples)
 
-    monkeypatch.setattr(train, "Reader", Noted)
+    monkeypatch.setattr(supply, "Reader", Noted)
     return names
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from conftest import ROOT
 from eagle3 import masking
-from eagle3.masking import MASK, clean, hide, is_secret, masked, secrets_in
+from eagle3.masking import MASK, clean, cleaned, hide, is_secret, masked, secrets_in
 from eagle3.stage import UserError, log, parse_args, read_run_file
 
 
@@ -92,6 +92,12 @@ def test_a_run_file_hides_its_secrets_from_the_log_and_a_broken_one_is_not_repea
     path.write_text("servers:\n  plain: {flags: {port: 1: x}}\n")
     with pytest.raises(UserError, match="in line 2"):
         read_run_file(path)
+
+
+def test_keys_of_what_is_stored_are_never_garbled():
+    hide("variant", "p-secret")
+    assert cleaned({"variant": "a variant of p-secret", "ids": [1, 2], "rows": [{"variant": 1}, "p-secret"]}) == {
+        "variant": "a *** of ***", "ids": [1, 2], "rows": [{"variant": 1}, "***"]}
 
 
 def test_a_key_on_the_command_line_by_mistake_is_not_repeated():

@@ -29,6 +29,7 @@ def settings(servers: dict) -> dict:
     for role in ROLES:
         if role in servers:
             merged = role_settings(servers, role)
+            merged["command"] = [located(word) for word in merged["command"]]
             merged["flags"] = {key: located(value) for key, value in merged["flags"].items() if key not in WITHOUT_PART}
             found[role] = masked(merged)
     return found

@@ -113,7 +113,8 @@ def writing(output: Path):
             if OWN_FOLDER.fullmatch(temporary.name):
                 shutil.rmtree(temporary, ignore_errors=True)
         reason = " ".join(str(error).split())
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in reason
+        number = getattr(error, "errno", None) or int((re.search(r"os error (\d+)", reason) or [0, 0])[1])
+        full = number in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Make room" if full else "See to that disk"
         raise UserError(f"{output}: could not be written to ({reason}). The checkpoints there are untouched. "
                         f"{remedy}, then run the same command again; it goes on from the last one.") from None
@@ -204,8 +205,10 @@ def problem_of(folder: Path, tensors: dict[str, torch.Tensor]) -> str | None:
             wanted = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
             found = patiently(lambda: sums_of(folder), folder)
             needed = {*map(str, (STATE, STATE_TENSORS)), "model.safetensors", "config.json", "eagle3.json"}
-            for name in sorted(needed | wanted.keys()):
-                if name not in wanted or wanted[name] != found.get(name):
+            if unnamed := sorted(needed - wanted.keys()):
+                return f"{SUMS} does not name {unnamed[0]}"
+            for name, digest in sorted(wanted.items()):
+                if digest != found.get(name):
                     return f"{name} is not what was written" if name in found else f"{name} is missing"
         state = json.loads((folder / STATE).read_text())
         if f"checkpoint-{state['step']}" != folder.name:

@@ -284,8 +284,8 @@ def read_shape(config: dict) -> Shape:
     """The Shape that `draft_config` wrote down."""
     kind = kind_of(config)
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"],
-                 config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
+    return Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"],
+                 config["head_dim"], config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
                  config["rms_norm_eps"], config["rope_theta"], config["max_position_embeddings"],
                  kind["draft_layers"], len(ids or range(3)), aux_norm_of(kind), kind["norm_output"])
 

@@ -21,6 +21,7 @@ import collections
 import contextlib
 import errno
 import json
+import math
 import os
 import queue
 import threading
@@ -30,6 +31,7 @@ from typing import Callable, Iterator
 
 from eagle3.incoming import PREFILL, free_bytes, move, run_prefix
 from eagle3.journal import Deaths, Journal, Quarantine, Room, plan_order, read_released
+from eagle3.masking import clean
 from eagle3.prefill_server import Busy, Hung, Lost, Quarantined, Retry, Server, api_key, next_token
 from eagle3.samples import Sample, read_ids
 from eagle3.stage import UserError, log
@@ -132,6 +134,15 @@ class Extraction:
             server.probe()
             time.sleep(1)
 
+    def check_away(self) -> int:
+        """How many servers are away. Raises UserError where all of them are, longer than --server-wait."""
+        away = [server for server in self.servers if server.away_since is not None]
+        since = max((server.away_since or math.inf for server in away), default=math.inf)
+        if len(away) == len(self.servers) and time.monotonic() - since > self.args.server_wait:
+            raise UserError(f"{', '.join(server.url for server in away)}: away for {self.args.server_wait:.0f} s. "
+                            "Start the server again, then run the same command.")
+        return len(away)
+
     def stopped(self) -> bool:
         return self.stop is not None
 
@@ -159,7 +170,7 @@ class Extraction:
 
     def put_aside(self, sample: Sample, reason: str, detail: str) -> None:
         self.sweep(sample)
-        self.quarantine.add(sample.id, reason, detail)
+        self.quarantine.add(sample.id, reason, clean(detail))
         log(f"quarantined {sample.id}: {reason}: {detail}")
 
     def check_failed(self) -> None:
@@ -255,7 +266,7 @@ class Extraction:
                 server.in_flight -= 1
 
     def wait(self, folder: Path, sample: Sample, server: Server, epoch: int) -> Path | None:
-        """The file of `sample`, once it is whole; None when the run is to stop. Raises Lost and what its .error says."""
+        """The file of `sample` once it is whole; None when the run is to stop. Raises Lost and what its .error says."""
         path, failed = folder / f"{sample.id}.safetensors", folder / f"{sample.id}.error"
         asked = time.monotonic()
         pause = 0.002

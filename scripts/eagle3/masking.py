@@ -109,3 +109,14 @@ def clean(text: str) -> str:
     for secret in hidden():
         text = text.replace(secret, MASK)
     return text
+
+
+def cleaned(value):
+    """`clean` of every text in a value that is to be stored as JSON; its keys are our own and stay."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {key: cleaned(item) for key, item in value.items()}
+    if isinstance(value, list) and value and not isinstance(value[0], (int, float)):  # of numbers: as it is
+        return [cleaned(item) for item in value]
+    return value

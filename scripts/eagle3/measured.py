@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eagle3.masking import clean
+from eagle3.masking import cleaned
 from eagle3.stage import UserError, log, write_atomic
 
 UNIT_KEYS = ("variant", "level", "repeat")
@@ -34,7 +34,7 @@ class Group:
 # ---- lines ----
 def encoded(row: dict) -> bytes:
     """A line; without the secrets that a server may have repeated."""
-    return clean(json.dumps(row, separators=(",", ":"))).encode() + b"\n"
+    return json.dumps(cleaned(row), separators=(",", ":")).encode() + b"\n"
 
 
 def digest_of(parts: list[bytes]) -> str:

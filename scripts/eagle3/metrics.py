@@ -34,8 +34,12 @@ class Window:
     """What happened since the last log line."""
 
     def __init__(self, steps: int):
-        self.sums, self.counts = 0, np.zeros(steps, np.int64)
-        self.missing = np.zeros(steps)  # of these counts: rows of this rank that could not be read
+        self.steps = steps  # of TTT
+        self.clear()
+
+    def clear(self) -> None:
+        self.sums, self.counts = 0, np.zeros(self.steps, np.int64)
+        self.missing = np.zeros(self.steps)  # of these counts: rows of this rank that could not be read
         self.tokens = self.flops = self.waited = 0
         self.begun = time.monotonic()
 

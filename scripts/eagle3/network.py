@@ -117,12 +117,12 @@ def tls_context() -> ssl.SSLContext:
     if folder and not any(map(os.path.isdir, folder.split(os.pathsep))):
         raise UserError(f"SSL_CERT_DIR {folder}: no such folder. Name one with certificates, or unset it.")
     try:
-        context = ssl.create_default_context(cafile=file or None, capath=folder or None)
-        if not file and not folder:
-            import certifi  # comes with httpx
-            context.load_verify_locations(cafile=certifi.where())
+        if file or folder:
+            return ssl.create_default_context(cafile=file or None, capath=folder or None)
+        context = httpx.create_ssl_context(trust_env=False)  # certifi's
+        context.load_default_certs()  # and the system's
     except (OSError, ssl.SSLError) as error:
-        name = f"SSL_CERT_FILE {file}" if file else "certifi's certificates"
+        name = f"SSL_CERT_FILE {file}" if file else "the usual authorities"
         raise UserError(f"{name}: no readable certificates ({error.strerror or error}). "
                         "Name a PEM file that is there, or unset it.") from None
     return context

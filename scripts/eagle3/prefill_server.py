@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 
+from eagle3.masking import hide
 from eagle3.samples import Sample
 from eagle3.stage import UserError, log
 from eagle3.target import text_config
@@ -58,6 +59,7 @@ def api_key(variable: str | None) -> str | None:
     if not key.isascii() or not key.isprintable():
         raise UserError(f"--api-key-env {variable}: the key in it has characters that no HTTP header can carry. "
                         "Export it anew.")
+    hide(key)
     return key
 
 

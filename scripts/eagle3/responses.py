@@ -72,7 +72,7 @@ def drop_row(row_id: str, reason: str, detail: str = "", usage: dict | None = No
 
 
 def printable(text: object) -> str:
-    """One line that any file and terminal takes. A server's words may hold half a surrogate pair, escape codes, a key."""
+    """One line that any file and terminal takes. A server's words may hold half a surrogate, escape codes, a key."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(clean(f"{text}").split())[:200])
 
 

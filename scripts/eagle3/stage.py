@@ -6,12 +6,14 @@ file whole, and writes manifest.json last: where that stands, the stage is compl
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import IO, Callable
@@ -24,6 +26,7 @@ from eagle3.masking import clean, hide, secrets_in
 SCHEMA = 1  # of every artifact
 SCRIPTS = {"generate": "01_generate", "build_vocab": "02_build_vocab", "extract": "03_extract", "train": "04_train",
            "benchmark": "05_benchmark"}  # a run file's sections and whose flags they hold
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 SECTIONS = {"run_dir", "target", "servers", *SCRIPTS}
 PROGRAM = Path(sys.argv[0]).stem  # "04_train"
 
@@ -205,13 +208,27 @@ def write_manifest(folder: Path, stage: str, **content) -> None:
 
 
 def lock_file(path: Path) -> IO | None:
-    """Open and lock `path` until the handle is closed or the process dies, even by kill -9; None if another has it."""
+    """Open and lock `path` until the handle is closed or the process dies, even by kill -9; None if another has it.
+
+    Where the file system has no locks (NFS without its daemon, Lustre without `flock`) a file of this machine's own is
+    locked for it: that keeps a second process out here, which is what happens; of other machines it says so.
+    """
     lock = open(path, "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         lock.close()
-        return None
+        if isinstance(error, BlockingIOError):
+            return None
+        if error.errno not in NO_LOCKS:
+            raise
+        digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+        here = Path(tempfile.gettempdir()) / f"eagle3-{os.getuid()}-{digest}.lock"
+        if path == here:
+            raise
+        log(f"{path}: this file system has no locks ({error.strerror}), so {here} is locked instead. Start no second "
+            "process on this folder from another machine: it would not be noticed")
+        return lock_file(here)
     return lock
 
 

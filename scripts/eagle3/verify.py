@@ -1,7 +1,9 @@
 """--verify of 03: every file is read again and compared with its response, its index row, and the target itself.
 
 The strongest check needs the target's head: the last states must choose response tokens as often as a target that wrote
-them would, and the state at the last token must choose the very token that the engine named when it was asked.
+them would, and the state at the last token must choose the very token that the engine named when it was asked. The
+captured layers are compared with those of the folder's other samples (layer_stats.py) and, with --verify-again, with
+samples extracted anew (again.py).
 
 Shapes: T tokens of a sample, H hidden, V target vocabulary, K positions checked.
 """
@@ -13,12 +15,15 @@ import hashlib
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from eagle3.again import Again
 from eagle3.journal import Journal
+from eagle3.layer_stats import Measures, judge, measure, wrong_as_a_whole
 from eagle3.samples import Sample, read_ids
 from eagle3.stage import UserError, bar, log, read_manifest, sha256_file, write_atomic
-from eagle3.states import FACTS, StateFile, check_header, check_ids, sample_path
+from eagle3.states import FACTS, StateFile, check_header, check_ids, layer_list, sample_path
 from eagle3.target import Target
 
 STAGE = "03_extract"
@@ -108,18 +113,27 @@ def check_meaning(file: StateFile, ids: list[int], row: dict, head: Head, positi
     norms = (states.float() / head.norm).square().mean(-1).sqrt()
     norm = norms[(norms - 1).abs().argmax()].item()  # the farthest off: before the norm, sizes differ from row to row
     right = int((token[:-1] == torch.tensor(ids)[predicting + 1]).sum())
-    next_right = bool(token[-1] == row["next_token"])
+    # A line made anew from its file knows of no next token
+    next_right = None if row["next_token"] is None else bool(token[-1] == row["next_token"])
     return {"checked": len(predicting), "right": right, "next_right": next_right, "norm": norm}
 
 
+@dataclass
+class Found:
+    """Of one sample: what is wrong with it; what its last states say; its layers. Each None where there is none."""
+    problem: str | None
+    result: dict | None = None
+    measures: Measures | None = None
+
+
 class Check:
-    """check(sample) -> (what is wrong with it or None, what its last states say or None)."""
+    """check(sample) -> Found."""
 
     def __init__(self, args, rows: dict[str, dict], facts: dict, parts: list[Path], folder: Path):
         self.args, self.rows, self.facts, self.parts, self.folder = args, rows, facts, parts, folder
         self.head = Head(args.verifier_path) if args.verifier_path else None
 
-    def __call__(self, sample: Sample) -> tuple[str | None, dict | None]:
+    def __call__(self, sample: Sample) -> Found:
         row, result = self.rows[sample.id], None
         try:
             with StateFile(sample_path(self.folder, sample.id)) as file:
@@ -129,12 +143,13 @@ class Check:
                 check_ids(file, ids, sample.prompt_len)
                 if file.metadata["checksum"] != row["checksum"]:
                     raise ValueError("checksum differs from index")
+                measures = measure(file)
                 if self.head:
                     result = check_meaning(file, ids, row, self.head, self.args.verify_positions)
                     self.judge(result)
         except (ValueError, OSError) as error:
-            return str(error), result
-        return None, result
+            return Found(str(error), result)
+        return Found(None, result, measures)
 
     def judge(self, result: dict) -> None:
         if abs(result["norm"] - 1) > NORM_TOLERANCE:
@@ -144,49 +159,69 @@ class Check:
 
 
 # ---- a folder ----
-def verify(args, samples: list[Sample], rows: dict[str, dict], facts: dict, parts: list[Path], folder: Path) -> None:
+def verify(args, samples: list[Sample], rows: dict[str, dict], facts: dict, parts: list[Path], folder: Path,
+           again: Again | None) -> None:
     """Re-read every file, compare it with its row, and write verify.json.
 
     Raises UserError when a sample or the whole fails.
     """
+    check = Check(args, rows, facts, parts, folder)
+    checks = "checksum, shapes, finite, ids, mask, layers" + (", greedy tokens, final norm" if check.head else
+                                                               " (greedy tokens and final norm need --verifier-path)")
+    log(f"verify {len(samples):,} samples: {checks}")
+    began = time.monotonic()
+    found = read_all(check, samples)
+    failed = {sample_id: one.problem for sample_id, one in found.items() if one.problem}
+    report = {"samples": len(samples), "checks": checks}
+    measures = {sample_id: one.measures for sample_id, one in found.items() if one.measures}
+    if measures:
+        foreign, report["layers"] = judge(measures, layer_list(facts))
+        failed |= foreign
+        if whole := wrong_as_a_whole(report["layers"]):
+            report["failed_as_a_whole"] = f"{whole}: mend the server, and begin a new --output-dir"
+    results = {sample_id: one.result for sample_id, one in found.items() if one.result}
+    if results:
+        report |= agreement(results)
+    if again:
+        report["again"] = again.run(set(failed))
+        failed |= again.failed
+    report["failed"] = dict(sorted(failed.items()))
+    conclude(report, folder)
+    total = sum(sample_path(folder, sample.id).stat().st_size for sample in samples)
+    log(f"verify all {len(samples):,} samples good | {total / 1e9:.3f} GB in {time.monotonic() - began:.1f} s")
+
+
+def read_all(check: Check, samples: list[Sample]) -> dict[str, Found]:
+    """{id: what was found} of all samples, by a few threads, with a log line now and then."""
     import torch
 
     workers = min(8, os.cpu_count() or 1)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
-    check = Check(args, rows, facts, parts, folder)
-    checks = "checksum, shapes, finite, ids, mask" + (", greedy tokens, final norm" if check.head else
-                                                       " (greedy tokens and final norm need --verifier-path)")
-    log(f"verify {len(samples):,} samples: {checks}")
-    failed, results, done_bytes = {}, {}, 0
+    found, failed, done_bytes = {}, 0, 0
     began = last_log = time.monotonic()
     pool = concurrent.futures.ThreadPoolExecutor(workers)
     try:
         with bar(len(samples), "sample") as progress:
-            for number, (sample, (problem, result)) in enumerate(zip(samples, pool.map(check, samples)), 1):
-                path = sample_path(folder, sample.id)
+            for number, (sample, one) in enumerate(zip(samples, pool.map(check, samples)), 1):
+                path = sample_path(check.folder, sample.id)
                 done_bytes += path.stat().st_size if path.exists() else 0
-                if problem:
-                    failed[sample.id] = problem
-                if result:
-                    results[sample.id] = result
+                failed += one.problem is not None
+                found[sample.id] = one
                 progress.update()
-                if time.monotonic() - last_log >= args.log_interval:
+                if time.monotonic() - last_log >= check.args.log_interval:
                     last_log = time.monotonic()
                     log(f"verify {number:,}/{len(samples):,} | {done_bytes / 1e9 / (last_log - began):.2f} GB/s | "
-                        f"failed {len(failed)}")
+                        f"failed {failed}")
     finally:
         pool.shutdown(cancel_futures=True)
-    report = {"samples": len(samples), "checks": checks, "failed": dict(sorted(failed.items()))}
-    if results:
-        report |= agreement(results)
-    conclude(report, folder)
-    log(f"verify all {len(samples):,} samples good | {done_bytes / 1e9:.3f} GB in {time.monotonic() - began:.1f} s")
+    return found
 
 
 def agreement(results: dict[str, dict]) -> dict:
     """Of verify.json: how the last states agree with the response tokens and with the engine. results: by sample id."""
     shares = sorted(result["right"] / result["checked"] for result in results.values() if result["checked"])
-    next_share = sum(result["next_right"] for result in results.values()) / len(results)
+    known = [result["next_right"] for result in results.values() if result["next_right"] is not None]
+    next_share = sum(known) / len(known) if known else 1.0
     quantiles = {f"p{at}": shares[min(len(shares) - 1, len(shares) * at // 100)]
                  for at in (0, 5, 25, 50, 75, 95)} if shares else {}
     found = {"positions_checked": sum(result["checked"] for result in results.values()),
@@ -218,15 +253,14 @@ def conclude(report: dict, folder: Path) -> None:
                         "Run the same command with --redo-failed to extract them again") + ".")
 
 
-def verify_complete(args, samples: list[Sample], parts: list[Path], folder: Path) -> None:
-    """--verify of a folder that is complete: against what its manifest and index say. Raises UserError."""
+def complete_rows(folder: Path) -> tuple[dict[str, dict], dict]:
+    """({id: row}, facts) of a folder that is complete, as its index and manifest say. Raises UserError."""
     manifest, path = read_manifest(folder, STAGE), folder / "index.jsonl"
     if not path.is_file() or sha256_file(path) != manifest["index_sha256"]:
         raise UserError(f"{path}: not the file that manifest.json names. "
                         "Remove manifest.json and run the same command: it writes both anew.")
     rows = {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
-    facts = {fact: manifest[fact] for fact in FACTS}
-    verify(args, [sample for sample in samples if sample.id in rows], rows, facts, parts, folder)
+    return rows, {fact: manifest[fact] for fact in (*FACTS, "weights") if fact in manifest}
 
 
 def read_report(folder: Path) -> dict:
@@ -248,4 +282,5 @@ def redo_failed(journal: Journal) -> None:
             sample_path(folder, sample_id).unlink(missing_ok=True)
         for name in ("verify.json", "quarantine.jsonl"):
             (folder / name).unlink(missing_ok=True)
+    (folder / "deaths.jsonl").unlink(missing_ok=True)  # each may try again
     log(f"redo: {len(failed)} samples that --verify found bad, and all that were quarantined")
