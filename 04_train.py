@@ -48,36 +48,32 @@ import math
 import platform
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import train_flags  # noqa: E402
 from eagle3.acceptance import evaluate  # noqa: E402
 from eagle3.batches import add_noise  # noqa: E402
-from eagle3.checked import NO_LOSS, forget  # noqa: E402
+from eagle3.checked import forget  # noqa: E402
 from eagle3.checkpoints import begun, repair, writing  # noqa: E402
-from eagle3.drafter import Drafter  # noqa: E402
 from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.keeper import Keeper, stop_if_not_finite  # noqa: E402
 from eagle3.loader import Reader, feed  # noqa: E402
-from eagle3.metrics import Window, gpu_use, listed, step_metrics  # noqa: E402
-from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ranks, join_processes, meet,  # noqa: E402
+from eagle3.metrics import Window, gpu_use, step_line, step_metrics, validation_line  # noqa: E402
+from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, join_processes, meet,  # noqa: E402
                               together)
 from eagle3.recipe import recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.sources import Sources, read_sources  # noqa: E402
 from eagle3.stage import UserError, bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
-from eagle3.trainer import HostCopy, Trainer, learning_rate, loss_weights  # noqa: E402
+from eagle3.trainer import HostCopy, Trainer, learning_rate, loss_weights, make_drafter  # noqa: E402
 from eagle3.training_plot import plot  # noqa: E402
 
 STAGE = "04_train"
@@ -104,12 +100,8 @@ class Training:
         self.saves = {*plan.epoch_ends, self.total, *range(0, self.total, args.save_every or self.total)}
         self.window, self.pending, self.leaving = Window(self.K), None, Leaving(process)
         self.keeper = Keeper(args, process, inputs, trainer)
-        self.done, cut_short = trainer.step, self.keeper.state.get("cut_short")
-        self.unended = bool(cut_short) and not cut_short["ended"]  # whether what is due after that step is still to do
-        if cut_short:
-            trainer.grad_norm.fill_(cut_short["grad_norm"])
-            for kept in cut_short["windows"][process.rank::process.world]:
-                self.window.take_up(kept, process.device)
+        self.done = trainer.step
+        self.unended = self.keeper.take_up(self.window)  # whether what is due after that step is still to do
         if follow:
             follow.stopped = lambda: self.leaving.heard
             self.saves |= follow.begin(self.done, self.keeper.state.get("seen"), self.keeper.damaged)
@@ -167,8 +159,7 @@ class Training:
         if self.trainer.step > self.keeper.saved:
             if self.pending:
                 stop_if_not_finite(*self.pending)
-            windows = [kept for kept in all_ranks(self.window.kept(), self.process) if kept]
-            state = {"cut_short": {"ended": ended, "windows": windows, "grad_norm": float(self.trainer.grad_norm)}}
+            state = self.keeper.cut_short(self.window, ended)
             if self.follow:
                 state["seen"] = self.follow.gather()
             self.save(None, self.follow.agreement() if self.follow else self.plan.agreement, state)
@@ -229,8 +220,7 @@ class Training:
             dist.all_reduce(totals)
         # in one copy: the host waits once
         *totals, grad_norm = torch.cat([totals.flatten(), self.trainer.grad_norm.double()[None]]).cpu()
-        totals = torch.stack(totals).view(K, 5)
-        metrics = step_metrics(totals[:, :4], (window.counts - totals[:, 4].numpy()).tolist())
+        metrics = step_metrics(*window.split(torch.stack(totals)))
         metrics |= {"loss": sum(weight * (metrics[f"loss_{k}"] or 0) for k, weight in enumerate(loss_weights(args))),
                     "accept_length": 1 + sum(metrics[f"full_acc_{k}"] or 0 for k in range(args.num_draft_steps)),
                     "lr": lr, "grad_norm": float(grad_norm), "epoch": epoch}
@@ -239,11 +229,9 @@ class Training:
         left = (time.monotonic() - self.started) / max(1, step - self.done) * (self.total - step)
         gpu = gpu_use(window.flops / seconds, self.process.device)
         self.process.say(
-            f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | loss {metrics['loss']:.3f} | "
-            f"loss_k {listed(metrics, 'loss', K)} | full_acc {listed(metrics, 'full_acc', K, 2)} | "
-            f"cond_acc {listed(metrics, 'cond_acc', K, 2)} | accept_length {metrics['accept_length']:.2f} | "
-            f"lr {lr:.2e} | grad_norm {metrics['grad_norm']:.3g} | {window.tokens / seconds:,.0f} tok/s{gpu} | "
-            f"data wait {window.waited / seconds:.0%} | eta {duration(left)}")
+            f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | {step_line(metrics, K)} | "
+            f"{window.tokens / seconds:,.0f} tok/s{gpu} | data wait {window.waited / seconds:.0%} | "
+            f"eta {duration(left)}")
 
     def validate_and_save(self, step: int) -> None:
         """Evaluate, write checkpoint-<step> and, if of all checkpoints it predicts the longest accept_length so far,
@@ -255,9 +243,8 @@ class Training:
         prediction = self.validate(step, val) if val else None
         if not self.plan.val:
             self.best = {"step": step, "accept_length": None}  # nothing to choose by: the last one
-        if prediction:
-            if not self.best or prediction["accept_length"] > self.best["accept_length"]:
-                self.best = {"step": step, "accept_length": prediction["accept_length"]}
+        if prediction and (not self.best or prediction["accept_length"] > self.best["accept_length"]):
+            self.best = {"step": step, "accept_length": prediction["accept_length"]}
         self.save(prediction, agreement, state)
         if self.follow and step < self.total:
             self.follow.release(step)
@@ -282,16 +269,14 @@ class Training:
         """
         with self.trainer.draft.using(self.trainer.average):
             evaluation = evaluate(self.trainer.draft, val, self.args, self.process)
-        found, prediction, K = evaluation.metrics, evaluation.prediction, self.K
+        found, prediction = evaluation.metrics, evaluation.prediction
         if not all(math.isfinite(value) for value in found.values() if value is not None):
             self.stop_after(step, "validation loss is not finite")
         self.keeper.record({"step": step, **{f"val_{key}": value for key, value in found.items()}})
         if self.process.rank == 0:
             plot(self.keeper.metrics.rows, self.output / "training.png")
-        positions = " ".join(f"{share:.3f}" for share in prediction["accept_by_position"])
-        self.process.say(f"validation step {step}/{self.total} | loss_k {listed(found, 'loss', K)} | "
-                         f"full_acc {listed(found, 'full_acc', K)} | cond_acc {listed(found, 'cond_acc', K)} | "
-                         f"accept_length {found['accept_length']:.3f} | by position {positions}")
+        by_position = prediction["accept_by_position"]
+        self.process.say(f"validation step {step}/{self.total} | {validation_line(found, by_position, self.K)}")
         return prediction
 
     def stop_after(self, step: int, what: str) -> NoReturn:
@@ -317,11 +302,8 @@ class Training:
         if follow:
             self.inputs.hashes["hidden_states"] = follow.finish()
             follow.release(self.total)
-            problems = follow.seen["problems"]
-            kept = [sample for sample in plan.planned if sample.id not in problems]
-            val = [sample for sample in val if sample.id not in problems] if self.lands_last else val
-            reasons = [*problems.values(), *[NO_LOSS] * (len(plan.rows) - len(plan.planned))]
-            dropped = dict(sorted(Counter(reasons).items()))
+            kept, dropped = plan.without(follow.seen["problems"])
+            val = [sample for sample in val if sample.id not in follow.seen["problems"]] if self.lands_last else val
         unread = sum(self.keeper.count_unread().values())
         if self.process.rank == 0:
             plot(self.keeper.metrics.rows, self.output / "training.png")
@@ -342,23 +324,6 @@ class Training:
 
 
 # ---- main ----
-def make_drafter(args, inputs: Inputs, head: torch.Tensor, process: Process) -> Drafter:
-    """Fresh weights, or another drafter's. Raises UserError."""
-    draft = Drafter(inputs.shape, process.dtype, process.device, inputs.target.tensor("embed"), head[inputs.draft_ids],
-                    inputs.draft_ids, args.max_seq_len + args.ttt_steps)
-    if args.finetune_from:
-        try:
-            draft.load(load_file(args.finetune_from / "model.safetensors"))
-        except (SafetensorError, UserError) as error:
-            raise UserError(f"{args.finetune_from}/model.safetensors: {error}") from None
-        return draft
-    draft.initialise(args.seed)
-    if process.world > 1:  # GPUs of two models draw other numbers from one seed
-        dist.broadcast(draft.master.flat, 0)
-        draft.refresh()
-    return draft
-
-
 def resolved_config(args, inputs: Inputs, process: Process) -> dict:
     """All that the run hangs on, by flag; what is not in MAY_CHANGE must stay as it is over resumes."""
     return recorded(train_flags.as_config(args) | {

@@ -4,10 +4,14 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from eagle3 import fused, ttt
 from eagle3.drafter import Drafter, NamedTensors
 from eagle3.optimizers import AdamW, Gradients, Muon
+from eagle3.stage import UserError
 
 
 def choose_pass(draft: Drafter):
@@ -49,6 +53,23 @@ def average_decay(decay: float, step: int) -> float:
     60.
     """
     return min(decay, (1 + step) / (10 + step))
+
+
+def make_drafter(args, inputs, head: torch.Tensor, process) -> Drafter:
+    """Fresh weights, or another drafter's. Raises UserError."""
+    draft = Drafter(inputs.shape, process.dtype, process.device, inputs.target.tensor("embed"), head[inputs.draft_ids],
+                    inputs.draft_ids, args.max_seq_len + args.ttt_steps)
+    if args.finetune_from:
+        try:
+            draft.load(load_file(args.finetune_from / "model.safetensors"))
+        except (SafetensorError, UserError) as error:
+            raise UserError(f"{args.finetune_from}/model.safetensors: {error}") from None
+        return draft
+    draft.initialise(args.seed)
+    if process.world > 1:  # GPUs of two models draw other numbers from one seed
+        dist.broadcast(draft.master.flat, 0)
+        draft.refresh()
+    return draft
 
 
 class Trainer:
