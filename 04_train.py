@@ -48,7 +48,6 @@ import math
 import platform
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,16 +57,16 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import train_flags  # noqa: E402
 from eagle3.acceptance import evaluate  # noqa: E402
-from eagle3.checked import NO_LOSS, forget  # noqa: E402
+from eagle3.checked import forget  # noqa: E402
 from eagle3.checkpoints import begun, repair, writing  # noqa: E402
 from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.keeper import Keeper, stop_if_not_finite  # noqa: E402
-from eagle3.metrics import Window, gpu_use, listed, step_metrics  # noqa: E402
-from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ranks, join_processes, meet,  # noqa: E402
+from eagle3.metrics import Window, gpu_use, step_line, step_metrics, validation_line  # noqa: E402
+from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, join_processes, meet,  # noqa: E402
                               together)
-from eagle3.recipe import recorded  # noqa: E402
+from eagle3.recipe import fill_rate, recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.sources import Sources, read_sources  # noqa: E402
 from eagle3.stage import UserError, bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
@@ -100,12 +99,8 @@ class Training:
         self.window, self.pending, self.leaving = Window(self.K), None, Leaving(process)
         self.keeper = Keeper(args, process, inputs, trainer)
         self.supply = Supply(args, process, plan, trainer.draft.shape, follow, self.window, self.keeper.left_out)
-        self.done, cut_short = trainer.step, self.keeper.state.get("cut_short")
-        self.unended = bool(cut_short) and not cut_short["ended"]  # whether what is due after that step is still to do
-        if cut_short:
-            trainer.grad_norm.fill_(cut_short["grad_norm"])
-            for kept in cut_short["windows"][process.rank::process.world]:
-                self.window.take_up(kept, process.device)
+        self.done = trainer.step
+        self.unended = self.keeper.take_up(self.window)  # whether what is due after that step is still to do
         if follow:
             follow.stopped = lambda: self.leaving.heard
             self.saves |= follow.begin(self.done, self.keeper.state.get("seen"), self.keeper.damaged)
@@ -165,8 +160,7 @@ class Training:
         if self.trainer.step > self.keeper.saved:
             if self.pending:
                 stop_if_not_finite(*self.pending)
-            windows = [kept for kept in all_ranks(self.window.kept(), self.process) if kept]
-            state = {"cut_short": {"ended": ended, "windows": windows, "grad_norm": float(self.trainer.grad_norm)}}
+            state = self.keeper.cut_short(self.window, ended)
             if self.follow:
                 state["seen"] = self.follow.gather()
             self.save(None, self.follow.agreement() if self.follow else self.plan.agreement, state)
@@ -183,8 +177,7 @@ class Training:
             dist.all_reduce(totals)
         # in one copy: the host waits once
         *totals, grad_norm = torch.cat([totals.flatten(), self.trainer.grad_norm.double()[None]]).cpu()
-        totals = torch.stack(totals).view(K, 5)
-        metrics = step_metrics(totals[:, :4], (window.counts - totals[:, 4].numpy()).tolist())
+        metrics = step_metrics(*window.split(torch.stack(totals)))
         metrics |= {"loss": sum(weight * (metrics[f"loss_{k}"] or 0) for k, weight in enumerate(loss_weights(args))),
                     "accept_length": 1 + sum(metrics[f"full_acc_{k}"] or 0 for k in range(args.num_draft_steps)),
                     "lr": lr, "grad_norm": float(grad_norm), "epoch": epoch}
@@ -193,11 +186,9 @@ class Training:
         left = (time.monotonic() - self.started) / max(1, step - self.done) * (self.total - step)
         gpu = gpu_use(window.flops / seconds, self.process.device)
         self.process.say(
-            f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | loss {metrics['loss']:.3f} | "
-            f"loss_k {listed(metrics, 'loss', K)} | full_acc {listed(metrics, 'full_acc', K, 2)} | "
-            f"cond_acc {listed(metrics, 'cond_acc', K, 2)} | accept_length {metrics['accept_length']:.2f} | "
-            f"lr {lr:.2e} | grad_norm {metrics['grad_norm']:.3g} | {window.tokens / seconds:,.0f} tok/s{gpu} | "
-            f"data wait {window.waited / seconds:.0%} | eta {duration(left)}")
+            f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | {step_line(metrics, K)} | "
+            f"{window.tokens / seconds:,.0f} tok/s{gpu} | data wait {window.waited / seconds:.0%} | "
+            f"eta {duration(left)}")
 
     def validate_and_save(self, step: int) -> None:
         """Evaluate, write checkpoint-<step> and perhaps best/; then release.
@@ -211,9 +202,8 @@ class Training:
         prediction = self.validate(step, val) if val else None
         if not self.plan.val:
             self.best = {"step": step, "accept_length": None}  # nothing to choose by: the last one
-        if prediction:
-            if not self.best or prediction["accept_length"] > self.best["accept_length"]:
-                self.best = {"step": step, "accept_length": prediction["accept_length"]}
+        if prediction and (not self.best or prediction["accept_length"] > self.best["accept_length"]):
+            self.best = {"step": step, "accept_length": prediction["accept_length"]}
         self.save(prediction, agreement, state)
         if self.follow and step < self.total:
             self.follow.release(step)
@@ -239,16 +229,14 @@ class Training:
         """
         with self.trainer.draft.using(self.trainer.average):
             evaluation = evaluate(self.trainer.draft, val, self.args, self.process)
-        found, prediction, K = evaluation.metrics, evaluation.prediction, self.K
+        found, prediction = evaluation.metrics, evaluation.prediction
         if not all(math.isfinite(value) for value in found.values() if value is not None):
             self.stop_after(step, "validation loss is not finite")
         self.keeper.record({"step": step, **{f"val_{key}": value for key, value in found.items()}})
         if self.process.rank == 0:
             plot(self.keeper.metrics.rows, self.output / "training.png")
-        positions = " ".join(f"{share:.3f}" for share in prediction["accept_by_position"])
-        self.process.say(f"validation step {step}/{self.total} | loss_k {listed(found, 'loss', K)} | "
-                         f"full_acc {listed(found, 'full_acc', K)} | cond_acc {listed(found, 'cond_acc', K)} | "
-                         f"accept_length {found['accept_length']:.3f} | by position {positions}")
+        by_position = prediction["accept_by_position"]
+        self.process.say(f"validation step {step}/{self.total} | {validation_line(found, by_position, self.K)}")
         return prediction
 
     def stop_after(self, step: int, what: str) -> NoReturn:
@@ -274,11 +262,8 @@ class Training:
         if follow:
             self.inputs.hashes["hidden_states"] = follow.finish()
             follow.release(self.total)
-            problems = follow.seen["problems"]
-            kept = [sample for sample in plan.planned if sample.id not in problems]
-            val = [sample for sample in val if sample.id not in problems] if self.lands_last else val
-            reasons = [*problems.values(), *[NO_LOSS] * (len(plan.rows) - len(plan.planned))]
-            dropped = dict(sorted(Counter(reasons).items()))
+            kept, dropped = plan.without(follow.seen["problems"])
+            val = [sample for sample in val if sample.id not in follow.seen["problems"]] if self.lands_last else val
         unread = sum(self.keeper.count_unread().values())
         if self.process.rank == 0:
             plot(self.keeper.metrics.rows, self.output / "training.png")
@@ -324,15 +309,16 @@ def main(argv: list[str]) -> None:
             evaluate_drafters(args, process)
             return
         inputs = read_inputs(args, process.say)
+        reasons = fill_rate(args, inputs.shape.hidden, process.world)
         sources = read_sources(args, inputs, process.say)
         config, output = resolved_config(args, inputs, process), args.output_dir
         with (open_stage(output, config, MAY_CHANGE, functools.partial(as_begun, output, config)) if process.rank == 0
               else contextlib.nullcontext()):
-            train(args, process, inputs, sources, config)
+            train(args, process, inputs, sources, config, reasons)
 
 
-def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict) -> None:
-    """What is left to do in an output folder that is this run's. Raises UserError."""
+def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict, reasons: list[str]) -> None:
+    """What is left to do in an output folder that is this run's. Raises UserError. reasons: of recipe.fill_rate."""
     say, output = process.say, args.output_dir
     meet(process, LOOP)
     if not (output / "stage.json").exists():
@@ -343,6 +329,8 @@ def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict
     gpu = torch.cuda.get_device_name(process.device) if process.device.type == "cuda" else "cpu"
     say(f"config {json.dumps(config)}")
     say(f"versions {json.dumps(versions)} | {process.world} x {gpu}")
+    for reason in reasons:
+        say(f"recipe {reason}")
     if (output / "manifest.json").exists():
         say("complete already")
         say(f"done: {output}")

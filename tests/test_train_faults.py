@@ -471,6 +471,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+# How long the collectives wait, from now on
+SHORT = """
+def wait_seconds(seconds):
+    limit = datetime.timedelta(seconds=seconds)
+    processes.ANSWER = limit
+    processes.dist.distributed_c10d._set_pg_timeout(limit)
+"""
+
+
 def ranks(toy: Path, output: Path, *more, what="pass", before="pass") -> list[subprocess.Popen]:
     """Two ranks that torchrun did not start, so that nobody ends one because of the other."""
     shared = {**ENV, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -525,9 +534,8 @@ def test_torchrun_passes_sigterm_on(toy, tmp_path):
 
 
 def test_a_rank_that_hangs_does_not_hold_the_others_for_hours(toy, tmp_path):
-    """After so many minutes (here: seconds) the other one ends, with one line that says what to do."""
-    short = "processes.LOOP, processes.ANSWER = datetime.timedelta(seconds=6), datetime.timedelta(seconds=4)"
-    both = ranks(toy, tmp_path / "o", before=short, what="if RANK == 1 and STEP == 6: os.kill(os.getpid(), signal.SIGSTOP)")
+    """After so many minutes (here, once both are at work: seconds) the other one ends, with one line that says what to do."""
+    both = ranks(toy, tmp_path / "o", before=SHORT, what="if STEP == 6: wait_seconds(8)\nif RANK == 1 and STEP == 6: os.kill(os.getpid(), signal.SIGSTOP)")
     try:
         begun = time.monotonic()
         out, error = both[0].communicate(timeout=100)
@@ -541,11 +549,11 @@ def test_a_rank_that_hangs_does_not_hold_the_others_for_hours(toy, tmp_path):
 
 
 def test_a_rank_may_be_long_behind_while_the_data_is_checked(toy, tmp_path):
-    short = ("processes.LOOP, processes.ANSWER = datetime.timedelta(seconds=5), datetime.timedelta(seconds=4)\n"
-             "check = checked.check_files\n"
-             "def slow(*args):\n    time.sleep(9 * RANK)\n    return check(*args)\n"
-             "checked.check_files = slow")
-    done = ends(ranks(toy, tmp_path / "o", "--max-steps", 1, before=short))
+    slow = ("check, read = checked.check_files, checked.read_checked\n"
+            "def slow(*args):\n    wait_seconds(4)\n    time.sleep(9 * RANK)\n    return check(*args)\n"
+            "def then(*args):\n    wait_seconds(900)\n    return read(*args)\n"
+            "checked.check_files, checked.read_checked = slow, then")
+    done = ends(ranks(toy, tmp_path / "o", "--max-steps", 1, before=SHORT + slow))
     assert [code for code, *_ in done] == [0, 0], done
 
 

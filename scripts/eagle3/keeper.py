@@ -18,7 +18,7 @@ import torch
 
 from eagle3.checkpoints import (check_room, load_checkpoint, newest_good, restore_best, save_checkpoint, set_aside,
                                 write_val_ids, writing)
-from eagle3.metrics import Metrics
+from eagle3.metrics import Metrics, Window
 from eagle3.processes import SAVING, Process, all_ranks, meet
 from eagle3.stage import log, write_atomic
 from eagle3.trainer import HostCopy
@@ -45,6 +45,21 @@ class Keeper:
             process.say(f"resume {self.found.folder}")
         self.saved, self.left_out = trainer.step, Counter()
         self.unread = Counter(self.state.get("unread", {}))  # by all ranks, up to that checkpoint
+
+    def cut_short(self, window: Window, ended: bool) -> dict:
+        """What a checkpoint says that a SIGTERM made: see above."""
+        windows = [kept for kept in all_ranks(window.kept(), self.process) if kept]
+        return {"cut_short": {"ended": ended, "windows": windows, "grad_norm": float(self.trainer.grad_norm)}}
+
+    def take_up(self, window: Window) -> bool:
+        """Go on from such a checkpoint, if it was one; whether what follows its step is still to be done."""
+        cut_short = self.state.get("cut_short")
+        if not cut_short:
+            return False
+        self.trainer.grad_norm.fill_(cut_short["grad_norm"])
+        for kept in cut_short["windows"][self.process.rank::self.process.world]:
+            window.take_up(kept, self.process.device)
+        return not cut_short["ended"]
 
     def open(self, saves: int, last_row: int, val: list | None) -> dict | None:
         """Before the first step: room for so many `saves`, metrics.jsonl, val_ids.json, best/. Returns what is best

@@ -51,6 +51,11 @@ class Window:
         missing = torch.as_tensor(self.missing, dtype=self.sums.dtype, device=self.sums.device)
         return torch.cat([self.sums, missing[:, None]], 1)
 
+    def split(self, totals: torch.Tensor) -> tuple[torch.Tensor, list]:
+        """(sums (K, 4), loss rows that were read) of what `totals` gave, flattened, summed over the ranks."""
+        totals = totals.view(-1, 5)
+        return totals[:, :4], (self.counts - totals[:, 4].numpy()).tolist()
+
     def kept(self) -> dict | None:
         """What a checkpoint keeps of it, bit by bit; None where nothing happened yet."""
         if not torch.is_tensor(self.sums):
@@ -67,6 +72,19 @@ class Window:
 def listed(metrics: dict, name: str, steps: int, digits=3) -> str:
     values = [metrics[f"{name}_{k}"] for k in range(steps)]
     return " ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
+
+
+def step_line(metrics: dict, steps: int) -> str:
+    return (f"loss {metrics['loss']:.3f} | loss_k {listed(metrics, 'loss', steps)} | "
+            f"full_acc {listed(metrics, 'full_acc', steps, 2)} | cond_acc {listed(metrics, 'cond_acc', steps, 2)} | "
+            f"accept_length {metrics['accept_length']:.2f} | lr {metrics['lr']:.2e} | "
+            f"grad_norm {metrics['grad_norm']:.3g}")
+
+
+def validation_line(metrics: dict, by_position: list[float], steps: int) -> str:
+    return (f"loss_k {listed(metrics, 'loss', steps)} | full_acc {listed(metrics, 'full_acc', steps)} | "
+            f"cond_acc {listed(metrics, 'cond_acc', steps)} | accept_length {metrics['accept_length']:.3f} | "
+            f"by position {' '.join(f'{share:.3f}' for share in by_position)}")
 
 
 def gpu_use(flops: float, device) -> str:

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 
 from eagle3.batches import plan_epoch, split_samples
+from eagle3.checked import NO_LOSS
 from eagle3.follow import QUARANTINED, planned_samples
 from eagle3.sources import Sources, find_samples
 from eagle3.stage import UserError
@@ -30,6 +32,12 @@ class Plan:
     @property
     def total(self) -> int:
         return len(self.schedule)
+
+    def without(self, problems: dict[str, str]) -> tuple[list, dict]:
+        """(samples kept, dropped {reason: count}) of --follow, which found `problems` {id: reason} on its way."""
+        reasons = [*problems.values(), *[NO_LOSS] * (len(self.rows) - len(self.planned))]
+        kept = [sample for sample in self.planned if sample.id not in problems]
+        return kept, dict(sorted(Counter(reasons).items()))
 
 
 def plan_steps(args, inputs, sources: Sources, head: torch.Tensor, process) -> Plan:
