@@ -68,7 +68,8 @@ FINITE = ("temperature", "top_p", "max_cost_usd", "timeout_s", "outage_s", "back
 def json_object(text: str) -> dict:
     try:
         value = json.loads(text)
-    except ValueError:
+        json.dumps(value, allow_nan=False)  # what JSON has no word for cannot be sent
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
@@ -178,7 +179,7 @@ def work_in(args, key: str | None, sources: list[Source], config: dict) -> int:
     """Everything in the locked folder; the exit code. Raises UserError."""
     try:
         check_room(args.output_dir, room_needed(args))
-        ensure_open_files(args.concurrency, len(args.base_url) or 1)
+        ensure_open_files(args.concurrency, len(args.base_url) if args.answers == "generate" else 0)
         return answer_all(args, key, Store(args.output_dir, args.usd_per_mtok), sources, config)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
@@ -186,7 +187,8 @@ def work_in(args, key: str | None, sources: list[Source], config: dict) -> int:
         return fail(cannot_write(args.output_dir, error), 1)
     finally:
         if not (args.output_dir / "manifest.json").exists() and holds_nothing(args.output_dir):
-            (args.output_dir / "stage.json").unlink(missing_ok=True)  # so another config may begin here
+            with contextlib.suppress(OSError):
+                (args.output_dir / "stage.json").unlink()  # so another config may begin here
 
 
 def noted_inputs(folder: Path) -> dict:
@@ -204,6 +206,8 @@ def check_values(args) -> None:
     for name in ("max_cost_usd", "timeout_s", "outage_s", "backoff_s", "log_interval"):
         if (value := getattr(args, name)) is not None and not value > 0:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0.")
+    if args.concurrency > 100_000:
+        raise UserError(f"--concurrency {args.concurrency}: must be at most 100,000.")
     for name in FINITE:
         if (value := getattr(args, name)) is not None and not 0 <= value < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {value}: must be a number that is not negative.")

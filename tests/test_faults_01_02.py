@@ -219,6 +219,14 @@ def test_never_any_reasoning_in_200_answers_stops_the_run(given, tmp_path, capsy
                         capsys)[0] == 0
 
 
+def test_an_engine_whose_ids_never_reason_is_no_exception(tmp_path, tokens):
+    """The same rule for rows of both sources of ids; a row that says how its reasoning came counts as reasoning."""
+    from eagle3.store import how_reasoned
+    row = {"ids_source": "server", "flags": [], "reasoning": ""}
+    assert how_reasoned(row) == "bare" and how_reasoned({**row, "reasoning": "r"}) == "parsed"
+    assert how_reasoned({**row, "ids_source": "rebuilt", "flags": ["reasoning_from_text"]}) == "marked"
+
+
 def test_one_answer_with_reasoning_and_the_run_goes_on(tmp_path, capsys):
     answer = lambda body, nth: THOUGHT if asked(body) == "question 5" else fine(body, nth)
     with ApiServer(answer) as api:
@@ -703,7 +711,7 @@ def test_a_disk_that_fills_up_ends_the_run_before_answers_are_lost(tmp_path, cap
 
 @pytest.mark.parametrize("words", [["--temperature", "nan"], ["--temperature", "-1"], ["--top-p", 0], ["--top-p", 1.5],
                                    ["--timeout-s", "inf"], ["--outage-s", "nan"], ["--max-failed-share", "nan"],
-                                   ["--usd-per-mtok", "-1", 2], ["--backoff-s", "inf"], ["--concurrency", 10 ** 9],
+                                   ["--usd-per-mtok", "-1", 2], ["--backoff-s", "inf"], ["--concurrency", 10 ** 9], ["--extra-body", '{"a": NaN}'],
                                    ["--base-url", "http://[::1"], ["--base-url", "http://h:99999"],
                                    ["--base-url", "http://a..b"], ["--base-url", "http://"], ["--base-url", "ftp://x"]])
 def test_numbers_and_addresses_that_cannot_be(words, tmp_path, capsys):

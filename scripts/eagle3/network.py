@@ -180,4 +180,4 @@ def ensure_open_files(concurrency: int, servers: int) -> None:
         log(f"open files: the limit of this process is now {needed:,} (it was {soft:,})")
         return
     raise UserError(f"--concurrency {concurrency}: needs {needed:,} open files, this process may have {hard:,}. Lower "
-                    f"it to {max(1, (hard - SPARE_FILES) // servers):,}, or raise the limit (ulimit -n).")
+                    f"it to {max(1, (hard - SPARE_FILES) // max(1, servers)):,}, or raise the limit (ulimit -n).")

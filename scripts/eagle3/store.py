@@ -137,9 +137,7 @@ def holds_nothing(folder: Path) -> bool:
 
 
 def how_reasoned(row: dict) -> str:
-    """Where a row's reasoning came from: the target's own ids, a field of its own, marks in the text, or none came."""
-    if row["ids_source"] == "server":
-        return "ids"
+    """Where a row's reasoning came from: marks in the text, a field of its own (or the target's ids), or none came."""
     if "reasoning_from_text" in row["flags"]:
         return "marked"
     return "parsed" if row.get("reasoning") else "bare"
