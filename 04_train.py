@@ -69,7 +69,7 @@ from eagle3.loader import Reader, feed  # noqa: E402
 from eagle3.metrics import Window, gpu_use, step_line, step_metrics, validation_line  # noqa: E402
 from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, join_processes, meet,  # noqa: E402
                               together)
-from eagle3.recipe import recorded  # noqa: E402
+from eagle3.recipe import fill_rate, recorded  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.sources import Sources, read_sources  # noqa: E402
 from eagle3.stage import UserError, bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
@@ -346,18 +346,18 @@ def main(argv: list[str]) -> None:
     process = join_processes(args.device, args.dtype)
     with together(process):
         if args.evaluate:
-            evaluate_drafters(args, process)
-            return
+            return evaluate_drafters(args, process)
         inputs = read_inputs(args, process.say)
+        reasons = fill_rate(args, inputs.shape.hidden, process.world)
         sources = read_sources(args, inputs, process.say)
         config, output = resolved_config(args, inputs, process), args.output_dir
         with (open_stage(output, config, MAY_CHANGE, functools.partial(as_begun, output, config)) if process.rank == 0
               else contextlib.nullcontext()):
-            train(args, process, inputs, sources, config)
+            train(args, process, inputs, sources, config, reasons)
 
 
-def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict) -> None:
-    """What is left to do in an output folder that is this run's. Raises UserError."""
+def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict, reasons: list[str]) -> None:
+    """What is left to do in an output folder that is this run's; reasons: of what flags left open. Raises UserError."""
     say, output = process.say, args.output_dir
     meet(process, LOOP)
     if not (output / "stage.json").exists():
@@ -368,6 +368,8 @@ def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict
     gpu = torch.cuda.get_device_name(process.device) if process.device.type == "cuda" else "cpu"
     say(f"config {json.dumps(config)}")
     say(f"versions {json.dumps(versions)} | {process.world} x {gpu}")
+    for reason in reasons:
+        say(f"recipe {reason}")
     if (output / "manifest.json").exists():
         say("complete already")
         say(f"done: {output}")

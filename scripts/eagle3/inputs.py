@@ -11,6 +11,7 @@ import torch
 
 from eagle3.drafter import Shape, aux_norm_of, draft_config, served_from
 from eagle3.journal import read_facts
+from eagle3.recipe import fill_kind
 from eagle3.stage import SCHEMA, UserError, read_json, read_manifest, sha256_file
 from eagle3.states import layer_list
 from eagle3.target import Target, layer_ids, version_numbers
@@ -89,8 +90,9 @@ def read_inputs(args, say) -> Inputs:
                         f"{args.verifier_path} has {target.config['hidden_size']}.")
     draft_ids = torch.from_numpy(read_mapping(args.vocab_mapping_dir, target.config["vocab_size"]))
     layers = layer_list(facts)
-    shape = draft_shape(args, target.config, len(draft_ids), len(layers))
     version = args.serve_sglang_version or facts["sglang_version"]
+    fill_kind(args, version)
+    shape = draft_shape(args, target.config, len(draft_ids), len(layers))
     ids = layer_ids(layers, version)
     if version_numbers(version) < version_numbers(served_from(shape)):
         raise UserError(f"SGLang {version} does not serve a drafter of this kind ({len(layers)} aux states, "

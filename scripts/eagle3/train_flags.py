@@ -5,7 +5,6 @@ import argparse
 import math
 from pathlib import Path
 
-from eagle3 import recipe
 from eagle3.stage import UserError
 
 
@@ -53,13 +52,14 @@ def add_schedule_flags(add) -> None:
         help="--follow, bounded: save a checkpoint and release what it has behind it whenever that is this share of "
              "03's bound (less validation). Smaller: 03 waits less, more checkpoints")
     add("--max-steps", type=int, help="stop after this many optimizer steps (the schedule ends there)")
-    add("--lr", type=float, default=3e-5, help="peak learning rate")
+    add("--lr", type=float, help="peak learning rate (default: by width, optimizer and tokens a step)")
     add("--scheduler", choices=("cosine", "linear", "constant", "wsd"), default="cosine",
         help="of the learning rate after the warm-up; wsd: stable, then down as 1 - sqrt over --decay-ratio")
     add("--min-lr-ratio", type=float, default=0.0, metavar="F", help="cosine, linear and wsd end at this times --lr")
     add("--decay-ratio", type=float, default=0.2, metavar="F", help="share of all steps in which wsd goes down")
     add("--warmup-ratio", type=float, default=0.01)
-    add("--optimizer", choices=("adamw", "muon"), help="muon: for the matrices; AdamW for lm_head and the norms")
+    add("--optimizer", choices=("adamw", "muon"), 
+        help="muon: for the matrices, AdamW for lm_head and norms (default: muon; with --lr alone adamw)")
     add("--weight-decay", type=float, default=0.0)
     add("--beta1", type=float, default=0.9)
     add("--beta2", type=float, default=0.95)
@@ -145,7 +145,6 @@ def check_args(args) -> None:
         return
     if args.ids or args.responses:
         raise UserError("--ids and --responses are of --evaluate. Training holds out --val-ratio or --val-data-dir.")
-    recipe.fill(args)
     args.num_draft_steps = args.num_draft_steps or args.ttt_steps
     check_folders(args)
     if args.follow and (args.epochs != 1 or args.max_steps or not 0 < args.release_share <= 1):
