@@ -306,8 +306,7 @@ def main(argv: list[str]) -> None:
     process = join_processes(args.device, args.dtype)
     with together(process):
         if args.evaluate:
-            evaluate_drafters(args, process)
-            return
+            return evaluate_drafters(args, process)
         inputs = read_inputs(args, process.say)
         reasons = fill_rate(args, inputs.shape.hidden, process.world)
         sources = read_sources(args, inputs, process.say)
