@@ -32,12 +32,17 @@ def write_responses(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
-def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str, width: int = 8, **metadata: str) -> bytes:
-    """A file as eagle3_capture writes it, of constant states; `metadata` replace or add to what its header says."""
-    T = len(ids)
-    aux = len(layers.split(",")) * width
-    tensors = {"aux_hidden_states": ("F32", np.full((T, aux), 0.5, np.float32)),
-               "last_hidden_states": ("F32", np.ones((T, width), np.float32)),
+def constant_states(ids: list[int], layers: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(T, layers * width) and (T, width)"""
+    return np.full((len(ids), layers * width), 0.5, np.float32), np.ones((len(ids), width), np.float32)
+
+
+def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str, width: int = 8, states=constant_states,
+             **metadata: str) -> bytes:
+    """A file as eagle3_capture writes it, of what `states` makes of the ids; `metadata` replace or add to its header's.
+    """
+    T, (aux, last) = len(ids), states(ids, len(layers.split(",")), width)
+    tensors = {"aux_hidden_states": ("F32", aux), "last_hidden_states": ("F32", last),
                "input_ids": ("I32", np.array(ids, np.int32)),
                "loss_mask": ("U8", np.array([0] * prompt_len + [1] * (T - prompt_len), np.uint8))}
     data = b"".join(array.tobytes() for _, array in tensors.values())
@@ -56,13 +61,16 @@ def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str, width
 class StandIn:
     """Answers at once and writes constant states into `folder`.
 
-    before(id, folder) may return (status, body) to answer with instead, or "silent" to write nothing.
+    before(id, folder) may return (status, body) to answer with instead, or "silent" to write nothing; get(path) is the
+    answer to a GET; key: asked for where it is set, but not by health checks; most: requests in flight at once, so far.
     """
 
     def __init__(self, folder: Path, layers: str = "1,2,3", width: int = 8):
         self.folder, self.layers, self.width, self.asked = folder, layers, width, []
         self.metadata: dict[str, str] = {}  # what its files say beside or instead of the usual
         self.before = lambda sample_id, folder: None
+        self.get = lambda path: (200, {})
+        self.states, self.key, self.most, self.in_flight = constant_states, None, 0, 0
         stand_in = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -73,11 +81,16 @@ class StandIn:
                 self.end_headers()
                 self.wfile.write(data)
 
+            def allowed(self) -> bool:
+                right = stand_in.key in (None, self.headers.get("Authorization", "").removeprefix("Bearer "))
+                return right or self.path.startswith("/health")
+
             def do_GET(self):
-                self.reply(200, {})
+                self.reply(*stand_in.get(self.path) if self.allowed() else (401, {"error": "Unauthorized"}))
 
             def do_POST(self):
-                self.reply(*stand_in.generate(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.reply(*stand_in.generate(body) if self.allowed() else (401, {"error": "Unauthorized"}))
 
             def log_message(self, *args):
                 pass
@@ -93,17 +106,24 @@ class StandIn:
             return answer
         _, run, prompt_len, _, sample_id = body["rid"].split(":")
         self.asked.append(sample_id)
-        folder = self.folder / run
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            return self.work(sample_id, int(prompt_len), body["input_ids"], self.folder / run) or answer
+        finally:
+            self.in_flight -= 1
+
+    def work(self, sample_id: str, prompt_len: int, ids: list[int], folder: Path) -> tuple[int, dict] | None:
         folder.mkdir(parents=True, exist_ok=True)
         instead = self.before(sample_id, folder)
         if isinstance(instead, tuple):
             return instead
         if instead != "silent":
-            data = captured(sample_id, int(prompt_len), body["input_ids"], self.layers, self.width, **self.metadata)
+            data = captured(sample_id, prompt_len, ids, self.layers, self.width, self.states, **self.metadata)
             (folder / "tmp").mkdir(exist_ok=True)
             (folder / "tmp" / sample_id).write_bytes(data)
             (folder / "tmp" / sample_id).rename(folder / f"{sample_id}.safetensors")
-        return answer
+        return None
 
     def close(self) -> None:
         self.http.shutdown()

@@ -186,7 +186,7 @@ class Journal:
                     if not raw.endswith(b"\n"):
                         break  # torn by a kill
                     row = next(iter(rows_of([raw])), None)
-                    if row is None or row and not is_line(row):
+                    if raw.strip() and (row is None or row and not is_line(row)):
                         damaged.append((end, raw))
                         for found in recovered(raw):
                             self.take(found)
@@ -257,11 +257,11 @@ class Journal:
             with StateFile(path) as file:
                 facts = check_header(file, sample.id, sample.tokens, sample.prompt_len, self.facts)
                 checksum = file.metadata["checksum"]
+                if self.facts is None:
+                    self.add({"facts": facts})
                 if row is None or (row["tokens"], row["checksum"]) != (sample.tokens, checksum):
                     check_ids(file, ids(), sample.prompt_len)
                     log(f"{path}: its line in {self.path.name} is lost or damaged: made anew from the file")
-                    if self.facts is None:
-                        self.add({"facts": facts})
                     self.add_sample(sample, checksum, (row or {}).get("next_token", self.salvaged.get(sample.id)))
         except ValueError as error:
             log(f"{path}: {error}: extracting it again")

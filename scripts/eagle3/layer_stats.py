@@ -23,7 +23,8 @@ import numpy as np
 from eagle3.states import StateFile
 
 BLOCK, BLOCKS = 64, 4  # rows in a row, and how often, that are looked at
-LEAST_ROWS = 16        # of a sample before its link says anything
+LEAST_ROWS = 16        # of different tokens before their link says anything: of one token again and again all rows are
+                       # nearly the same, and only rounding tells them apart
 LEAST_SAMPLES = 12     # of a folder before it says anything of one of them
 PROFILE = 128
 SIZE_FACTOR = 2.0      # of a row's length, that samples may differ by
@@ -70,7 +71,7 @@ def measure(file: StateFile) -> Measures:
     T, width = file.header["last_hidden_states"]["shape"]
     layers = file.header["aux_hidden_states"]["shape"][1] // width
     starts = sorted({round(start) for start in np.linspace(0, max(0, T - BLOCK), BLOCKS)} if T > BLOCK else {0})
-    bucket, sign = folding(width)
+    (bucket, sign), ids = folding(width), file.input_ids()
     sizes, profile, links = [], torch.zeros(layers + 1, PROFILE), []
     for start in starts:
         rows = min(BLOCK, T - start)
@@ -87,7 +88,7 @@ def measure(file: StateFile) -> Measures:
         sizes.append(lengths)
         directions = (streams / lengths[:, :, None]).mean(0) * sign  # (A + 1, H)
         profile.index_add_(1, bucket, directions)
-        if rows >= LEAST_ROWS:
+        if len(np.unique(ids[start:start + rows])) >= max(LEAST_ROWS, rows // 4):
             links.append([link(streams[:, layer], streams[:, layer + 1]) for layer in range(layers)])
     return Measures(torch.cat(sizes).median(0).values.numpy(), (profile / profile.norm(dim=1, keepdim=True)).numpy(),
                     np.mean(links, 0) if links else np.full((layers, 3), np.nan))
