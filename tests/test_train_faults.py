@@ -231,6 +231,24 @@ def test_checkpoints_without_sums_load(toy, unbroken, tmp_path):
     assert any(line.endswith(f"resume {output}/checkpoint-{steps(output)[-1]}") for line in trained(toy, output))
 
 
+def test_a_damaged_line_of_metrics_costs_its_row(toy, unbroken, tmp_path):
+    output = unfinished(unbroken, tmp_path / "o")
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    (output / "metrics.jsonl").write_bytes("\n".join([lines[0], lines[1][:40] + "\x00", '{"step": "x"}', "[1]", *lines[2:], lines[-1][:30]]).encode())
+    said = trained(toy, output)
+    assert sum("metrics.jsonl: a damaged line is left out" in line for line in said) == 3
+    assert (output / "metrics.jsonl").read_text().splitlines() == [lines[0], *lines[2:]]
+
+
+@pytest.mark.parametrize("at", [-3, 200, 20])
+def test_what_was_found_in_samples_is_found_again_where_it_is_damaged(toy, unbroken, tmp_path, at):
+    """A byte of the masses, of the records, of the header."""
+    output = unfinished(unbroken, tmp_path / "o")
+    shutil.rmtree(output / f"checkpoint-{steps(output)[-1]}")
+    flip(output / "checked/00000000.safetensors", at)
+    assert any("00000000.safetensors: damaged" in line for line in trained(toy, output)) and contents(output) == contents(unbroken)
+
+
 def exported(folder: Path, step: int, weights: bytes = b"w") -> Path:
     folder.mkdir(parents=True)
     (folder / "eagle3.json").write_text(json.dumps({"step": step}))

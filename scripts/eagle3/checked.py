@@ -1,13 +1,14 @@
 """Every sample is read whole and checked once before training; what is found is kept in <output>/checked/.
 
 A file of checked/ holds CHECK_CHUNK samples of the index: `mass` of their response tokens, one after the other, and
-in the metadata a record each: {"id", "problem"} or {"id", "problem": null, "tokens", "spans": [[first, end of the
+in its metadata a record each: {"id", "problem"} or {"id", "problem": null, "tokens", "spans": [[first, end of the
 response]], "agreed", "predicted"}.
 
 Shapes: T tokens of a sample, S its first response token, Vt target vocabulary, Vd draft vocabulary, H hidden.
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -60,12 +62,13 @@ def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, 
 
     inputs: of its facts, index, target and draft_ids (`sources.Source`, `inputs.Inputs`).
     """
-    cache.mkdir(exist_ok=True, parents=True)
+    with writing(cache):
+        cache.mkdir(exist_ok=True, parents=True)
     index, norm = inputs.index, inputs.target.final_norm()
     head, draft_ids = head.to(process.device, process.dtype), inputs.draft_ids.to(process.device)
     # A rank's share must not depend on what others have finished when it looks
     mine = range(0, len(index), CHECK_CHUNK)[process.rank::process.world]
-    todo = [start for start in mine if not (cache / f"{start:08d}.safetensors").exists()]
+    todo = [start for start in mine if not is_whole(cache / f"{start:08d}.safetensors")]
     begun = told = time.monotonic()
     read = 0
     with ThreadPoolExecutor(max(1, workers)) as pool, bar(len(todo) * CHECK_CHUNK, "sample") as progress:
@@ -84,9 +87,8 @@ def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, 
                     masses.append(mass)
                     read += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
                 records.append(record)
-            found = save({"mass": torch.cat(masses)}, {"samples": json.dumps(records)})
             with writing(cache):
-                write_atomic(cache / f"{start:08d}.safetensors", found)
+                write_chunk(cache / f"{start:08d}.safetensors", torch.cat(masses), json.dumps(records))
             progress.update(CHECK_CHUNK)
             if process.rank == 0 and time.monotonic() - told > 10:
                 told = time.monotonic()
@@ -106,6 +108,35 @@ def in_order(rows: list, submit, ahead: int):
         yield row, result
 
 
+# ---- a file of checked/ ----
+def write_chunk(path: Path, mass: torch.Tensor, records: str) -> None:
+    """`sha256`, of both, is a tensor: two keys of metadata come in no fixed order."""
+    digest = hashlib.sha256(mass.numpy().tobytes() + records.encode()).digest()
+    tensors = {"mass": mass, "sha256": torch.frombuffer(bytearray(digest), dtype=torch.uint8)}
+    write_atomic(path, save(tensors, {"samples": records}))
+
+
+def read_chunk(path: Path) -> tuple[np.ndarray, list[dict]]:
+    """(mass, records). Raises what says that it is not what was written; one of before there were sums is not asked."""
+    with safe_open(path, "np") as file:
+        mass, records = file.get_tensor("mass"), file.metadata()["samples"]
+        written = file.get_tensor("sha256").tobytes() if "sha256" in file.keys() else None
+    if written not in (None, hashlib.sha256(mass.tobytes() + records.encode()).digest()):
+        raise ValueError("not what was written")
+    return mass, json.loads(records)
+
+
+def is_whole(path: Path) -> bool:
+    try:
+        read_chunk(path)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        log(f"{path}: damaged ({error}); its samples are checked again")
+        return False
+    return True
+
+
 def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
     """(samples, problems {id: reason}, (response tokens that are the target's argmax, those predicted)).
 
@@ -115,9 +146,8 @@ def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
     for start in range(0, len(index), CHECK_CHUNK):
         path = cache / f"{start:08d}.safetensors"
         try:
-            with safe_open(path, "np") as file:
-                mass, records = file.get_tensor("mass"), json.loads(file.metadata()["samples"])
-        except (OSError, SafetensorError) as error:
+            mass, records = read_chunk(path)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UserError(f"{path}: not readable ({error}). Delete it and run the same command again.") from None
         at = 0
         for record in records:

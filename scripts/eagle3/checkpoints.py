@@ -133,11 +133,13 @@ def save_checkpoint(args, trainer, inputs, provenance: dict, state: dict) -> Non
         exported = trainer.draft.export(trainer.average, getattr(torch, args.export_dtype))
         save_file(exported, temporary / "model.safetensors", {"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(inputs.config_json, indent=1) + "\n")
-        provenance = provenance | {"weights_sha256": sha256_file(temporary / "model.safetensors")}
+        weights = sha256_file(temporary / "model.safetensors")
+        provenance = provenance | {"weights_sha256": weights}
         (temporary / "eagle3.json").write_text(json.dumps(provenance, indent=1) + "\n")
         save_file(trainer.tensors(), temporary / STATE_TENSORS)
         (temporary / STATE).write_text(json.dumps({"step": step, **state}) + "\n")
-        (temporary / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums_of(temporary).items()))
+        sums = sums_of(temporary, {"model.safetensors": weights})
+        (temporary / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
         replace_folder(temporary, folder)
         if state["best"]:
             make_best(output, state["best"]["step"])
@@ -164,12 +166,12 @@ def cut_short(folder: Path) -> bool:
         return False
 
 
-def sums_of(folder: Path) -> dict[str, str]:
-    """{path in `folder`: sha256} of all files but SHA256SUMS itself."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    names = [name for name in names if name != str(SUMS)]
-    with ThreadPoolExecutor(len(names)) as pool:
-        return dict(zip(names, pool.map(lambda name: sha256_file(folder / name), names)))
+def sums_of(folder: Path, known: dict[str, str] | None = None) -> dict[str, str]:
+    """{path in `folder`: sha256} of all files but SHA256SUMS itself; those in `known` are not read."""
+    sums = dict(known or {})
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {str(SUMS), *sums}
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        return sums | dict(zip(names, pool.map(lambda name: sha256_file(folder / name), names)))
 
 
 # ---- loading ----

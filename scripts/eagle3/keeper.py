@@ -9,6 +9,7 @@ state.json of a checkpoint: {"step", "best": {"step", "accept_length"} or null} 
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections import Counter
@@ -112,7 +113,8 @@ class Keeper:
 def stop_if_not_finite(step: int, sums: HostCopy, path: Path, samples: list) -> None:
     if not torch.isfinite(sums.read()).all():
         batch = {"step": step, "samples": [str(sample.path) for sample in samples]}
-        write_atomic(path, json.dumps(batch, indent=1) + "\n")
+        with contextlib.suppress(OSError):  # on a full disk it goes without
+            write_atomic(path, json.dumps(batch, indent=1) + "\n")
         log(f"loss is not finite in step {step}: stopped; the batch is named in {path}, the last checkpoint is "
             "untouched. Look at its samples, or lower --lr in another --output-dir")
         sys.exit(1)

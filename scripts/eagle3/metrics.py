@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eagle3.stage import UserError, write_atomic
+from eagle3.stage import UserError, log, write_atomic
 
 # Dense bf16 by the makers' data sheets: what MFU is counted against
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "RTX PRO 6000": 504}
@@ -105,8 +105,7 @@ class Metrics:
 
     def __init__(self, output: Path, step: int, tensorboard: bool):
         self.path, self.writer = output / "metrics.jsonl", None
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        rows = (json.loads(line) for line in lines if line.endswith("}"))
+        rows = self.read_rows() if self.path.exists() else []
         # A killed run may have written past its last checkpoint
         self.rows = [row for row in rows if row["step"] <= step]
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
@@ -116,6 +115,18 @@ class Metrics:
             except ImportError:
                 raise UserError("--tensorboard: the package tensorboard is not installed.") from None
             self.writer = SummaryWriter(output / "tensorboard", purge_step=step + 1)
+
+    def read_rows(self) -> list[dict]:
+        """Its rows, less what a kill has torn and what is damaged."""
+        rows, lines = [], self.path.read_text(errors="replace").splitlines()
+        for line in lines:
+            try:
+                row = json.loads(line)
+                rows.append(row | {"step": int(row["step"])})
+            except (ValueError, KeyError, TypeError):
+                if line != lines[-1]:
+                    log(f"{self.path}: a damaged line is left out: {line[:60]!r}")
+        return rows
 
     def add(self, row: dict) -> None:
         self.rows.append(row)

@@ -24,6 +24,8 @@ LOOP = timedelta(minutes=15)
 ANSWER = timedelta(minutes=14)  # less, so that it is this one that ends in a line, before NCCL ends the process
 SAVING = timedelta(hours=1)  # while rank 0 writes a checkpoint
 LONG_WORK = timedelta(hours=12)  # where each reads its own share of all samples
+# What gloo, NCCL and the store say when a rank does not answer or its connection breaks
+LOST = "gloo|nccl|barrier|time.?out|timed out|connection|reset by peer|closed by peer|pair closure"
 TERMINATED = 128 + signal.SIGTERM  # exit code
 
 
@@ -85,8 +87,7 @@ def together(process: Process):
         yield
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        if process.world == 1 or not (isinstance(error, dist.DistError) or re.search("gloo|nccl|barrier|timed out",
-                                                                                   reason, re.I)):
+        if process.world == 1 or not (isinstance(error, dist.DistError) or re.search(LOST, reason, re.I)):
             raise
         print(f"{PROGRAM}: another rank hangs or has died. Its own last lines say why; else look at its GPU and disk. "
               f"The same command goes on from the last checkpoint. ({reason[:200]})", file=sys.stderr, flush=True)
