@@ -1,9 +1,7 @@
 """03 where something is wrong: servers that ask for a key, hang, die of a row or came back with other weights, disks that
 damage journals or know no locks, states that are not what they are called. Each ends in its right place, in one line."""
-import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -14,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import ROOT
-from eagle3 import extraction, journal as journals, layer_stats, prefill_server
+from eagle3 import extraction, layer_stats, prefill_server
 from eagle3.journal import Journal, Tail, read_plan
 from eagle3.samples import Sample
 from eagle3.stage import UserError, lock_file, open_stage
 from eagle3.states import StateFile, sample_path
-from stand_in import StandIn, captured, let_go, write_responses
+from stand_in import StandIn, captured, write_responses
 from test_extract import Stage, arguments, contents, restamp, rewrite, stage  # noqa: F401  stage: a fixture
 
 IDS = [5, 6, 7, 0, 0, 0, 0]  # of each of a Stage's samples
