@@ -130,10 +130,13 @@ def test_average_follows_short_runs():
     assert average_decay(0.999, 8990) == 0.999 and average_decay(0.5, 100) == 0.5
 
 
+NO_NORMS = "--no-fc-norm", "--no-norm-output"
+
+
 def test_average_of_a_short_run_has_forgotten_its_random_start(toy, tmp_path, undrawn):
     """At 0.999 alone 97 % of what is exported after 30 steps would be the start."""
-    trained(toy, tmp_path / "plain", "--epochs", 5)
-    trained(toy, tmp_path / "averaged", "--epochs", 5, "--ema", 0.999)
+    trained(toy, tmp_path / "plain", "--epochs", 5, *NO_NORMS)
+    trained(toy, tmp_path / "averaged", "--epochs", 5, "--ema", 0.999, *NO_NORMS)
     length = {name: read(tmp_path / name / "best/eagle3.json")["prediction"]["accept_length"]
               for name in ("plain", "averaged")}
     assert length["plain"] > 2 and length["averaged"] > 0.9 * length["plain"], length
@@ -225,7 +228,7 @@ def test_killed_between_evaluations_ends_in_the_same_bytes(toy, tmp_path, monkey
 
 def test_a_folder_begun_by_the_version_before_goes_on(toy, tmp_path, undrawn):
     """Its stage.json has no newer flag, its metrics no grad_norm and a 0 where nothing was counted."""
-    trained(toy, tmp_path / "o", "--epochs", 2)
+    trained(toy, tmp_path / "o", "--epochs", 2, *NO_NORMS)
     assert set(read(tmp_path / "o/stage.json")) == {
         "batch-tokens", "beta1", "beta2", "bins-per-step", "draft", "dtype", "ema", "epochs", "export-dtype",
         "finetune-from", "follow", "head-dim", "inputs", "intermediate-size", "loss", "lr", "max-grad-norm",
