@@ -182,8 +182,7 @@ class Extraction:
                             "than --max-failed allows. Mend the cause, then run the same command with --redo-failed.")
 
     def leave_out_unknown_ids(self, vocab_size: int) -> None:
-        """Quarantine what holds a token that the target has no embedding for: it would end the server, not the
-        request.
+        """Quarantine what holds a token without an embedding in the target: it would end the server, not the request.
 
         Raises UserError where that is more than --max-failed allows: these are another tokenizer's.
         """

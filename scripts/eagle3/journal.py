@@ -199,8 +199,7 @@ class Journal:
             self.mend(damaged)
 
     def mend(self, damaged: list[tuple[int, bytes]]) -> None:
-        """Blank out `damaged` lines, (offset, line) each, in their place, since who reads beside this goes by
-        offsets.
+        """Blank out `damaged` lines, (offset, line) each, in their place: who reads beside this goes by offsets.
 
         What of them is legible and still holds is written anew at the end.
         """

@@ -63,8 +63,7 @@ class Keeper:
         return not cut_short["ended"]
 
     def open(self, saves: int, last_row: int, val: list | None) -> dict | None:
-        """Before the first step: room for so many `saves`, metrics.jsonl, val_ids.json, best/. Returns what is best
-        so far.
+        """Before the first step: room for `saves` checkpoints, metrics.jsonl, val_ids.json, best/. Returns the best.
 
         last_row: the step up to which metrics.jsonl holds; val: None where the samples are known later only. Raises
         UserError.

@@ -102,10 +102,10 @@ def spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def margins(sizes: np.ndarray, profiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(samples, A + 1): how much nearer a stream is to the folder's own of its layer than to any other layer's, and
-    which.
+    """How much nearer a stream is to the folder's own of its layer than to that of the nearest other layer; which.
 
-    sizes (samples, A + 1): their logarithms. Near: the angle between profiles, and how many times one is larger.
+    Both (samples, A + 1). sizes (samples, A + 1): their logarithms. Near: the angle between profiles, and how many
+    times one is larger.
     """
     middle, own = np.median(sizes, 0), np.mean(profiles, 0)
     own = own / np.linalg.norm(own, axis=1, keepdims=True)

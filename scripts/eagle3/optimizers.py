@@ -175,9 +175,9 @@ def nesterov_(momentum, gradient, clip) -> torch.Tensor:
     if on_gpu(momentum):
         from eagle3 import kernels
         return kernels.nesterov_(momentum, gradient, clip, MOMENTUM)
-    wide = gradient.to(momentum.dtype) * clip
-    momentum.lerp_(wide, 1 - MOMENTUM)
-    return wide.lerp_(momentum, MOMENTUM).to(gradient.dtype)
+    clipped = gradient.to(momentum.dtype) * clip
+    momentum.lerp_(clipped, 1 - MOMENTUM)
+    return clipped.lerp_(momentum, MOMENTUM).to(gradient.dtype)
 
 
 @dataclass

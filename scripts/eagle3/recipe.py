@@ -36,8 +36,10 @@ def flag(name: str) -> str:
 
 
 def fill_kind(args, version: str) -> None:
-    """The kind of the drafter where flags leave it open: as the folder began, as --finetune-from is, else one layer
-    with EAGLE-3.1's norms (fc_norm and norm_output) if the SGLang that serves it knows them. Raises UserError.
+    """The kind of the drafter where flags leave it open. Raises UserError.
+
+    As the folder began, as --finetune-from is, else one layer with EAGLE-3.1's norms (fc_norm and norm_output) if the
+    SGLang that serves it (`version`) knows them.
     """
     old = old_config(args.output_dir) if args.output_dir else None
     norms = version_numbers(version) >= NORMS_FROM

@@ -79,8 +79,7 @@ class Trainer:
     """A drafter with its gradients and optimizer. One `update` is one optimizer step."""
 
     def __init__(self, draft: Drafter, args):
-        """args: optimizer, beta1, beta2, weight_decay, max_grad_norm, ema, loss, step_weights or step_decay and
-        ttt_steps.
+        """args: optimizer, beta1, beta2, weight_decay, max_grad_norm, ema, loss, ttt_steps, step_weights, step_decay.
         """
         self.draft, self.args, self.step = draft, args, 0
         master, weights = draft.master.flat, draft.shape.weights()

@@ -27,8 +27,8 @@ FAST = False
 
 def rms_norm(x, weight, eps: float):
     """x / rms(x) * weight over the last dimension (weight None: without it)."""
-    wide = x.to(sum_dtype(x))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    exact = x.to(sum_dtype(x))
+    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight).to(x.dtype)
 
 
@@ -64,8 +64,8 @@ def attention(q, cache, spans, shape):
     for (q0, q1), (k0, k1) in spans:
         scores = torch.einsum("qhgd,khd->qhgk", q[q0:q1], key[k0:k1].view(heads))
         scores = scores.masked_fill(unseen_keys(q1 - q0, k1 - k0, q.device)[:, None, None], -math.inf)
-        own = [(q[q0:q1] * k[q0:q1]).sum(-1, keepdim=True) for k, _ in diagonal]
-        weights = torch.cat([scores, *own], -1).softmax(-1, dtype=sum_dtype(q)).to(q.dtype)
+        on_diagonal = [(q[q0:q1] * k[q0:q1]).sum(-1, keepdim=True) for k, _ in diagonal]
+        weights = torch.cat([scores, *on_diagonal], -1).softmax(-1, dtype=sum_dtype(q)).to(q.dtype)
         mixed = torch.einsum("qhgk,khd->qhgd", weights[..., :k1 - k0], value[k0:k1].view(heads))
         for i, (_, v) in enumerate(diagonal):
             mixed = mixed + weights[..., k1 - k0 + i, None] * v[q0:q1]
