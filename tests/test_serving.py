@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from conftest import TINY_KIMI, load_script, post, run_script
 from eagle3.acceptance import walk
 from eagle3.batches import Sample, collate
-from eagle3.drafter import Drafter, Shape
+from eagle3.drafter import Drafter, read_shape
 from eagle3.figures import beyond_answer, prediction_check
 from eagle3.load import spec_counts
 from eagle3.responses import part_files, read_jsonl
@@ -99,10 +99,7 @@ def offline(run):
     config = json.loads((run / "output" / "best" / "config.json").read_text())
     target, weights = Target(TINY_KIMI), load_file(run / "output" / "best" / "model.safetensors")
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    shape = Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"],
-                  config["head_dim"], config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
-                  config["rms_norm_eps"], config["rope_theta"], config["max_position_embeddings"])
-    embed, head = target.tensor("embed").float(), target.tensor("head").float()
+    shape = read_shape(config)
     draft = Drafter(shape, torch.float32, torch.device("cpu"), embed, head[draft_ids], draft_ids, 1024)
     draft.load(weights)
 
