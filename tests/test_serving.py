@@ -100,6 +100,7 @@ def offline(run):
     target, weights = Target(TINY_KIMI), load_file(run / "output" / "best" / "model.safetensors")
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     shape = read_shape(config)
+    embed, head = target.tensor("embed").float(), target.tensor("head").float()
     draft = Drafter(shape, torch.float32, torch.device("cpu"), embed, head[draft_ids], draft_ids, 1024)
     draft.load(weights)
 
