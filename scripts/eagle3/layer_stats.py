@@ -27,6 +27,7 @@ LEAST_ROWS = 16        # of different tokens before their link says anything: of
                        # nearly the same, and only rounding tells them apart
 LEAST_SAMPLES = 12     # of a folder before it says anything of one of them
 PROFILE = 128
+LEAST_PROFILE_ROWS = BLOCK  # before a mean direction is the layer's: of a few rows it is that of their tokens
 SIZE_FACTOR = 2.0      # of a row's length, that samples may differ by
 SPREADS = 8.0          # robust standard deviations that are usual
 
@@ -35,8 +36,10 @@ SPREADS = 8.0          # robust standard deviations that are usual
 class Measures:
     """Of one sample; NaN where too few rows are there.
 
-    sizes (A + 1,), profiles (A + 1, PROFILE), links (A, 3): with the position before, the same, the one after.
+    rows looked at, sizes (A + 1,), profiles (A + 1, PROFILE), links (A, 3): with the position before, the same, the
+    one after.
     """
+    rows: int
     sizes: np.ndarray
     profiles: np.ndarray
     links: np.ndarray
@@ -90,7 +93,8 @@ def measure(file: StateFile) -> Measures:
         profile.index_add_(1, bucket, directions)
         if len(np.unique(ids[start:start + rows])) >= max(LEAST_ROWS, rows // 4):
             links.append([link(streams[:, layer], streams[:, layer + 1]) for layer in range(layers)])
-    return Measures(torch.cat(sizes).median(0).values.numpy(), (profile / profile.norm(dim=1, keepdim=True)).numpy(),
+    lengths, profile = torch.cat(sizes), profile / profile.norm(dim=1, keepdim=True)
+    return Measures(len(lengths), lengths.median(0).values.numpy(), profile.numpy(),
                     np.mean(links, 0) if links else np.full((layers, 3), np.nan))
 
 
@@ -138,7 +142,8 @@ def judge(found: dict[str, Measures], layers: list[int]) -> tuple[dict[str, str]
 
     margin, other = margins(sizes, np.stack([found[name].profiles for name in ids]))
     middle, sigma = spread(margin)
-    foreign((margin < -0.5 * middle) & (middle > 4 * sigma), lambda s, at: f"looks like {names[other[s, at]]}")
+    enough = np.array([[found[name].rows >= LEAST_PROFILE_ROWS] for name in ids])
+    foreign(enough & (margin < -0.5 * middle) & (middle > 4 * sigma), lambda s, at: f"looks like {names[other[s, at]]}")
     if len(long) < LEAST_SAMPLES:
         links = np.zeros_like(links)  # of which nothing follows
     lead = links[:, :, 1] - np.maximum(links[:, :, 0], links[:, :, 2])  # of the same position over its neighbours
