@@ -632,12 +632,12 @@ def test_cost_bound_without_any_price_is_refused(tmp_path, capsys):
 
 
 def test_a_model_that_costs_nothing_is_not_asked_one_by_one(tmp_path, capsys):
-    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3, cost=0.0), delay=0.2)) as api:
+    with ApiServer(lambda body, nth: Reply(chat("fine", completion_tokens=3, cost=0.0), delay=0.5)) as api:
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 9), tmp_path / "out", "--max-cost-usd", 1, "--concurrency",
                      8)
         code, *_ = run_here(argv, capsys)
     times = [when for when, *_ in api.requests]
-    assert code == 0 and times[-1] - times[0] < 1  # the first alone, then 8 at once
+    assert code == 0 and times[-1] - times[0] < 2.5  # one by one: 4; the first alone, then 8 at once
 
 
 def test_budget_counts_what_was_in_flight_at_a_kill(tmp_path, capsys):
