@@ -37,21 +37,29 @@ responses=$(setting generate.output-dir)
 hidden_states=$(setting extract.output-dir)
 [[ "$target" != */* ]] || [ -f "$target/config.json" ] || die 2 "$target: holds no config.json. Set \`target\` in $config to the target's folder."
 logs=$run/logs; mkdir -p "$logs"
+# Locks end with this script, however it dies: 8 is this run's, 9 shared by all whose Python has the same SGLang patched
+exec 8>> "$logs/quickstart.lock" 9>> "${TMPDIR:-/tmp}/eagle3-sglang-patch-$(id -u)-$("$py" -c 'import sys, zlib; print(zlib.crc32(sys.prefix.encode()))').lock"
+flock -n 8 || die 2 "$run: another quickstart is at work on this run. Wait for it, or set another \`run_dir\` in a copy of $config."
 export OMP_WAIT_POLICY=PASSIVE  # threads that spin while they wait stall everything else where cores are few or shared
 say() { echo "$(date +%FT%T) quickstart $*"; }
 
 # A stage or server that gets SIGTERM when this script dies, by kill -9 too (PR_SET_PDEATHSIG lasts through exec)
-bound() { exec "$py" -c 'import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' "$@"; }
+bound() { exec "$py" -c 'import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' "$@" 8>&- 9>&-; }
 
 server='' stage_pid=''
 stop_server() { # the wrapper ends the server's whole process group
-  [ -z "$server" ] || { kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; server=''; "$py" patches/sglang_patch.py restore >> "$logs/patch.log" 2>&1 || say "the patch could not be restored: read $logs/patch.log"; }
+  [ -n "$server" ] || return 0
+  kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; server=''
+  flock -n 9 || { say "SGLang stays patched: another quickstart's server needs it"; return 0; }
+  "$py" patches/sglang_patch.py restore >> "$logs/patch.log" 2>&1 || say "the patch could not be restored: read $logs/patch.log"
+  flock -u 9
 }
 finish() { [ -z "$stage_pid" ] || kill "$stage_pid" 2>/dev/null || true; stop_server; }
 trap finish EXIT
 trap 'exit 130' INT; trap 'exit 143' TERM HUP
 
 start_server() {
+  flock -s 9
   "$py" patches/sglang_patch.py apply >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
   say "server of role extract (log: $logs/server_extract.log)"
   : > "$logs/serve.log"

@@ -1,6 +1,7 @@
 """What all scripts share: the rules of the house, flags and run files, the contract for machines, servers that end when they should."""
 import argparse
 import ast
+import fcntl
 import json
 import os
 import re
@@ -270,6 +271,36 @@ def test_what_quickstart_starts_ends_with_it(tmp_path):
     while Path(f"/proc/{int(shell.stdout)}/stat").exists() and Path(f"/proc/{int(shell.stdout)}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def run_file(folder: Path) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(f"run_dir: {folder}/run\ntarget: some\ngenerate: {{output-dir: '{{run_dir}}/01'}}\n"
+                    "extract: {output-dir: '{run_dir}/03'}\n")
+    return path
+
+
+def test_a_second_quickstart_of_a_run_is_refused(tmp_path):
+    (tmp_path / "run/logs").mkdir(parents=True)
+    with open(tmp_path / "run/logs/quickstart.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(["bash", "scripts/quickstart.sh", "--python", sys.executable, "--config", run_file(tmp_path)],
+                              cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 2 and "another quickstart is at work on this run" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("needed", (False, True))
+def test_the_patch_stays_while_another_quickstart_needs_it(needed, tmp_path):
+    """The script's own stop_server, in a shell whose lock a second process shares or does not."""
+    function = re.search(r"^stop_server\(\) \{.*?^\}", (ROOT / "scripts/quickstart.sh").read_text(), re.M | re.S)[0]
+    with open(tmp_path / "lock", "w") as other:
+        if needed:
+            fcntl.flock(other, fcntl.LOCK_SH)
+        done = subprocess.run(["bash", "-euc", f"py=echo logs=.; say() {{ echo $*; }}; {function}\nexec 9>>lock; flock -s 9; "
+                               "sleep 60 & server=$!; stop_server"], cwd=tmp_path, text=True, capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert ("SGLang stays patched" in done.stdout) == needed
+    assert ((tmp_path / "patch.log").exists() and "restore" in (tmp_path / "patch.log").read_text()) == (not needed)
 
 
 def test_serve_says_what_is_wrong_with_a_run_file(tmp_path):
