@@ -9,6 +9,7 @@ in the way (warnings or not), 2 when something does, or the run file cannot be r
 """
 import argparse
 import importlib.metadata
+import importlib.util
 import re
 import resource
 import shutil
@@ -17,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import urllib.parse
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "patches")]
+import eagle3_capture  # noqa: E402  what the server will refuse
 from eagle3.forecast import Forecast  # noqa: E402
 from eagle3.servers import role_settings  # noqa: E402
-from eagle3.stage import SCRIPTS, UserError, read_json, read_run_file, run  # noqa: E402
+from eagle3.stage import SCRIPTS, UserError, parse_args, read_json, read_run_file, run  # noqa: E402
 from eagle3.target import TENSORS, Target, text_config  # noqa: E402
 from eagle3.tokens import load_tokenizer, token_id  # noqa: E402
 
@@ -37,6 +40,7 @@ KIMI_IDS = {"[BOS]": 163584, "[EOS]": 163585, "<|im_end|>": 163586, "<|im_user|>
 KIMI_VOCABULARY = 163840
 OPEN_FILES, FEWEST_FILES = 4096, 1024
 SHM = 8e9  # bytes: NCCL and SGLang's processes share memory there; containers often get 64 MB
+IOMMU = Path("/sys/class/iommu")
 OTHER_TOKENIZER = "use the tokenizer that came with the target"
 
 
@@ -77,6 +81,12 @@ def existing(path: Path) -> Path:
 
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def iommu_translates() -> bool:
+    """Whether an IOMMU stands between the GPUs, by the kernel's own words: on, and not passed through."""
+    words = Path("/proc/cmdline").read_text().split() if Path("/proc/cmdline").exists() else []
+    return any(IOMMU.glob("*")) and not {"iommu=pt", "iommu.passthrough=1"} & set(words)
 
 
 def gpus() -> list[dict]:
@@ -147,9 +157,16 @@ def check_servers(run_file: dict, found: Findings, roles: set) -> None:
 def check_capture(run_file: dict, found: Findings) -> None:
     """The role extract captures, into the folder where 03 waits."""
     extract, out = role(run_file, "extract"), run_file["extract"].get("output-dir")
-    if not extract["flags"].get("disable-radix-cache"):
-        found.add("the radix cache is on, so shared prefixes would not be captured", "servers.extract.flags",
-                  "set disable-radix-cache: true")
+    try:
+        eagle3_capture.check_settings({key.replace("-", "_"): value for key, value in extract["flags"].items()})
+    except eagle3_capture.Refused as refused:
+        what, remedy = str(refused).split(". ", 1)
+        found.add(what, "servers.extract.flags", remedy)
+    context, longest = (int(part.get(key) or 0) for part, key in ((extract["flags"], "context-length"),
+                                                                   (run_file["extract"], "max-length")))
+    if 0 < context < longest:
+        found.add(f"the server takes {context} tokens, extract.max-length is {longest}", "servers.extract.flags",
+                  f"set context-length to at least {longest}, or extract.max-length to at most {context}")
     capture, layers = (extract["env"].get(f"EAGLE3_CAPTURE_{name}") for name in ("DIR", "LAYERS"))
     if not capture or not layers:
         return found.add("EAGLE3_CAPTURE_DIR or EAGLE3_CAPTURE_LAYERS is not set, so nothing would be captured",
@@ -193,10 +210,26 @@ def check_role_on_gpus(flags: dict, where: str, there: list[dict], found: Findin
     if used > 2:
         found.add(f"{used:.1f} GB of a GPU are in use already", "nvidia-smi",
                   "stop what runs there before the server starts", "warning")
+    if count > 1 and iommu_translates():
+        found.add("an IOMMU translates between the GPUs, which made NCCL hang on boards without NVLink", IOMMU,
+                  "boot with iommu=pt and PCIe ACS off in the BIOS, or set NCCL_P2P_DISABLE=1 (slower)", "warning")
     if count > 1 and (shm := shutil.disk_usage("/dev/shm").free) < SHM:
         found.add(f"/dev/shm has {shm / 1e9:.2f} GB free, {SHM / 1e9:.0f} are wanted for {count} ranks", "/dev/shm",
                   "start the container with --shm-size 16g, or `mount -o remount,size=16G /dev/shm`",
                   "error" if shm < SHM / 8 else "warning")
+
+
+def check_flags(run_file: dict, found: Findings, path: Path, stages: list) -> None:
+    """Each script's own parser reads its section, as the stage itself will."""
+    for section, script in SCRIPTS.items():
+        if script in stages:
+            spec = importlib.util.spec_from_file_location(f"stage_{section}", ROOT / f"{script}.py")
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
+            spec.loader.exec_module(module)
+            try:
+                parse_args(module.build_parser(), section, ["--config", str(path)])
+            except UserError as error:
+                found.add(str(error), f"{path}: {section}", f"correct it; {script}.py --help has the flags")
 
 
 def check_limits(run_file: dict, found: Findings) -> None:
@@ -244,6 +277,18 @@ def check_ports(run_file: dict, found: Findings, roles: set) -> None:
             except OSError:
                 found.add(f"port {port} is taken", "servers", "stop what listens there, or set another port in the "
                           "run file (if it is this run's own server, all is well)")
+
+
+def check_urls(run_file: dict, found: Findings, stages: list) -> None:
+    """A stage asks where a role of its own listens, as far as that is this machine."""
+    for section, script in SCRIPTS.items():
+        urls = run_file[section].get("base-url") or []
+        for url in [urls] if isinstance(urls, str) else urls:
+            parts = urllib.parse.urlsplit(url)
+            ports = {int(role(run_file, name)["flags"].get("port", 30000)) for name in run_file["servers"]}
+            if script in stages and parts.hostname in ("127.0.0.1", "localhost") and parts.port not in ports:
+                found.add(f"no role listens at {parts.netloc}; their ports: {sorted(ports)}", f"{section}.base-url",
+                          "make the port that of the server this stage asks (unless you start one yourself)", "warning")
 
 
 def check_target(run_file: dict, found: Findings) -> dict | None:
@@ -361,6 +406,7 @@ def main(argv: list[str]) -> int:
             found.add(f"a value of the wrong kind stops {function.__name__} ({one_line(error)})", args.config,
                       "correct it")
 
+    check(check_flags, args.config, stages)
     check(check_versions)
     check(check_limits)
     check(check_places, figures, stages)
@@ -369,6 +415,7 @@ def main(argv: list[str]) -> int:
         check(check_servers, roles)
         check(check_gpus, roles, figures)
         check(check_ports, roles)
+    check(check_urls, stages)
     config = check(check_target)
     if config is not None and set(stages) != {"04_train"}:
         check(check_tokenizer, config)

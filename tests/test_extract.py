@@ -699,8 +699,7 @@ def test_what_the_server_could_not_do_is_one_line(stage, error, words):
 
 
 @pytest.mark.parametrize("where", ["landing", "quarantine", "begin"])
-@pytest.mark.parametrize("number, words", [(28, "the disk is full"), (122, "the disk is full"),
-                                           (13, "Permission denied")])
+@pytest.mark.parametrize("number, words", [(28, "Make room"), (122, "Make room"), (13, "Permission denied")])
 def test_a_failure_on_this_side_is_not_the_servers(stage, monkeypatch, where, number, words):
     """It ends the run in one line; no sample is blamed for it, and the same command goes on."""
     def fail(*args):

@@ -24,7 +24,8 @@ def run_file(tmp_path):
     def write(change=lambda run: None, target: Path = TINY_KIMI) -> Path:
         run = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
         run |= {"run_dir": str(tmp_path / "run"), "target": str(target)}
-        run["servers"]["plain"]["flags"]["port"] = free_port()
+        port = run["servers"]["plain"]["flags"]["port"] = free_port()
+        run["generate"]["base-url"] = run["extract"]["base-url"] = [f"http://127.0.0.1:{port}"]
         change(run)
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
         return tmp_path / "run.yaml"
@@ -163,6 +164,13 @@ def edit(*keys, value):
 
 @pytest.mark.parametrize("change, text", [
     (edit("servers", "extract", "flags", value={}), "the radix cache is on"),
+    (edit("servers", "extract", "flags", "enable-dp-attention", value=True), "DP attention splits the rows"),
+    (edit("servers", "extract", "flags", "pp-size", value=2), "Use --pp-size 1"),
+    (edit("servers", "extract", "flags", "enable-two-batch-overlap", value=True), "two-batch overlap leaves"),
+    (edit("servers", "extract", "flags", "context-length", value=512), "takes 512 tokens, extract.max-length is 1024"),
+    (edit("train", "lrr", value=1), "train.lrr is not a flag of 04_train.py"),
+    (edit("extract", "max-lenght", value=1), "extract.max-lenght is not a flag of 03_extract.py"),
+    (edit("train", "num-workers", value="many"), "argument --num-workers: "),
     (edit("servers", "extract", "env", value={}), "is not set, so nothing would be captured"),
     (edit("servers", "extract", "env", "EAGLE3_CAPTURE_DIR", value="/elsewhere"), "03 waits at"),
     (edit("servers", "extract", "env", "EAGLE3_CAPTURE_LAYERS", value="2,4,8"), "capture layers 2,4,8, the target has 8"),
@@ -170,12 +178,17 @@ def edit(*keys, value):
     (edit("servers", value={"plain": {"command": ["scripts/cpu_engine/serve.py"]}}), "the role"),
     (edit("build_vocab", "draft-vocab-size", value=5000), "draft vocabulary 5000, the target's is 2432"),
     (edit("target", value="/no/such/target"), "no readable config.json"),
-    (edit("servers", "plain", "flags", "port", value="many"), "a value of the wrong kind stops check_ports"),
+    (edit("servers", "plain", "flags", "port", value="many"), "a value of the wrong kind stops check_"),
     (edit("servers", "speculative", "flags", "speculative-num-steps", value="4"), "serving with 4 steps"),
 ])
 def test_a_fault_of_the_run_file_is_found(change, text, run_file, capsys):
     found = errors(capsys, run_file(change))
     assert found and all(text in line for line in found), found
+
+
+def test_a_base_url_that_nobody_serves_is_a_warning(run_file, capsys):
+    assert preflight.main(["--config", str(run_file(edit("extract", "base-url", value=["http://localhost:1"])))]) == 0
+    assert "no role listens at localhost:1; their ports: " in capsys.readouterr().out
 
 
 def test_captures_on_another_file_system_are_found(run_file, capsys):

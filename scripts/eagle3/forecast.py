@@ -268,7 +268,11 @@ class Forecast:
     @classmethod
     def of_run(cls, run: dict, path: Path) -> Forecast:
         """Of the run file `path`, read into `run`; nothing else set. Raises UserError."""
+        def fail(message):
+            raise UserError(f"{path}: {message}.")
+
         parser = build_parser("")
+        parser.error = fail
         parser.set_defaults(**run_file_settings(run, path))
         settings = parser.parse_args([])
         check_settings(settings)
