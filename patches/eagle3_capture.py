@@ -235,7 +235,8 @@ class Capture:
         except queue.Empty:
             self.stalled = True
             raise Stalled(f"no write ended in {self.patience:.0f} s, the disk of {self.folder} stands still") from None
-        self.stalled = False
+        if self.stalled:  # it writes again: the other rows of this pass are worth waiting for
+            self.stalled, self.until = False, time.monotonic() + self.patience
         return slot
 
     def take(self, wanted: list, aux, last: torch.Tensor, input_ids: torch.Tensor) -> None:
