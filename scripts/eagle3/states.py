@@ -31,6 +31,7 @@ SAME_CAPTURE = {
     "2b4093189eaed67976ebea313bf1d394f955d9eeebe21420c53179ebbd64dec9",
     "7c0feccf78c6373e07f9c28ef396df4959553712487eff4324205a7e3a958120",
     "9b08a1a63f69d11306367d543fec0330d9012b29c67461ccaae1683fa6c8bdef",
+    "e4bafcec6eb1bc00805ed8fd66172e2ee3359e37ebb51a5cbbf860c67c12658e",
 }
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}  # safetensors' name: torch's, bytes
 HEADER_BYTES = 4096  # of a file, at most: its length depends on names and numbers in it
