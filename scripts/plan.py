@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from eagle3.forecast import Forecast, build_parser, check_settings, run_file_settings, run_folders, size  # noqa: E402
-from eagle3.stage import UserError, read_run_file, run  # noqa: E402
+from eagle3.stage import raising, read_run_file, run  # noqa: E402
 
 TOLERANCE = 0.10
 KNOWN = [  # (what, flags, known figures)
@@ -52,14 +52,9 @@ def show(forecast: Forecast, disk: str | None) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = build_parser(__doc__)
+    parser = raising(build_parser(__doc__))
     parser.add_argument("--known", action="store_true")
     parser.add_argument("--json", action="store_true")
-
-    def fail(message):
-        raise UserError(f"{message}. See --help.")
-
-    parser.error = fail
     args, folders = parser.parse_args(argv), ()
     if args.known:
         return 0 if check_known() else 1

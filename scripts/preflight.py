@@ -267,9 +267,13 @@ def check_places(run_file: dict, found: Findings, figures: dict, stages: list) -
                       "samples fit")
 
 
+def ports(run_file: dict, names) -> list[int]:
+    """Where these roles listen."""
+    return sorted({int(role(run_file, name)["flags"].get("port", 30000)) for name in names})
+
+
 def check_ports(run_file: dict, found: Findings, roles: set) -> None:
-    served = roles & set(run_file["servers"])
-    for port in sorted({int(role(run_file, name)["flags"].get("port", 30000)) for name in served}):
+    for port in ports(run_file, roles & set(run_file["servers"])):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -285,9 +289,9 @@ def check_urls(run_file: dict, found: Findings, stages: list) -> None:
         urls = run_file[section].get("base-url") or []
         for url in [urls] if isinstance(urls, str) else urls:
             parts = urllib.parse.urlsplit(url)
-            ports = {int(role(run_file, name)["flags"].get("port", 30000)) for name in run_file["servers"]}
-            if script in stages and parts.hostname in ("127.0.0.1", "localhost") and parts.port not in ports:
-                found.add(f"no role listens at {parts.netloc}; their ports: {sorted(ports)}", f"{section}.base-url",
+            served = ports(run_file, run_file["servers"])
+            if script in stages and parts.hostname in ("127.0.0.1", "localhost") and parts.port not in served:
+                found.add(f"no role listens at {parts.netloc}; their ports: {served}", f"{section}.base-url",
                           "make the port that of the server this stage asks (unless you start one yourself)", "warning")
 
 

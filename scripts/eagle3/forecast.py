@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from eagle3.drafter import Shape
-from eagle3.stage import UserError, read_json
+from eagle3.stage import UserError, raising, read_json
 
 KIMI = dict(hidden_size=7168, num_hidden_layers=61, num_attention_heads=64, q_lora_rank=1536, kv_lora_rank=512,
             qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=384, n_shared_experts=1,
@@ -268,11 +268,7 @@ class Forecast:
     @classmethod
     def of_run(cls, run: dict, path: Path) -> Forecast:
         """Of the run file `path`, read into `run`; nothing else set. Raises UserError."""
-        def fail(message):
-            raise UserError(f"{path}: {message}.")
-
-        parser = build_parser("")
-        parser.error = fail
+        parser = raising(build_parser(""), f"{path}: ", advice="")
         parser.set_defaults(**run_file_settings(run, path))
         settings = parser.parse_args([])
         check_settings(settings)

@@ -101,17 +101,22 @@ def read_run_file(path: Path) -> dict:
     return fill(document)
 
 
-def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> argparse.Namespace:
-    """Flags, over `section` of the --config file, over the defaults. An unknown key is a UserError."""
+def raising(parser: argparse.ArgumentParser, where: str = "",
+            advice: str = " See --help.") -> argparse.ArgumentParser:
+    """`parser`, which raises its complaints as a UserError instead of ending the process."""
     def fail(message):
-        raise UserError(f"{message}. See --help.")
+        raise UserError(f"{where}{message}.{advice}")
 
     parser.error = fail
-    parser.add_argument("--config", type=Path, metavar="FILE.yaml",
+    return parser
+
+
+def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> argparse.Namespace:
+    """Flags, over `section` of the --config file, over the defaults. An unknown key is a UserError."""
+    raising(parser).add_argument("--config", type=Path, metavar="FILE.yaml",
                         help=f"run file; its section `{section}` holds flags")
     hide(*secrets_in(argv))  # a key on the command line by mistake stands in argparse's complaint
-    probe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    probe.error = fail
+    probe = raising(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     probe.add_argument("--config", type=Path)
     path = probe.parse_known_args(argv)[0].config
     values = (read_run_file(path).get(section) or {}) if path else {}
