@@ -32,7 +32,7 @@ Glossary (null, in the log -, where nothing was counted):
     cond_acc_k     step k right, given that 0..k-1 were
     accept_length  tokens emitted per target step, bonus included: in validation lines by a walk as greedy serving
                    makes it; in step lines 1 + the sum of full_acc, which is larger, since it counts every row and
-                   not only those where a verify step would begin
+                   not only those where a verify step would begin (--loss-on all: prompts' rows, too)
     grad_norm      of the last step, before clipping
 
 A draft is right when it is the token that the target emitted: on greedy responses that is what greedy serving checks,

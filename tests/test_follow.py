@@ -282,6 +282,12 @@ def test_following_an_unbounded_folder_deletes_nothing(toy, in_order, tmp_path):
     assert json.loads((tmp_path / "output/manifest.json").read_text())["counts"] == json.loads((toy / "output/manifest.json").read_text())["counts"]
 
 
+def test_following_with_loss_on_the_prompts_is_the_ordinary_run(toy, in_order, tmp_path):
+    for name, flag in (("followed", ["--follow"]), ("ordinary", ["--order", "plan"])):
+        train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / name, "--loss-on", "all", *flag))
+    assert drafter(tmp_path / "followed") == drafter(tmp_path / "ordinary") != in_order
+
+
 def test_the_order_is_another_than_shuffled_and_trains_on_the_same(toy, in_order, tmp_path):
     train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / "output"))
     shuffled = drafter(tmp_path / "output")

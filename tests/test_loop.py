@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import ROOT, free_port, load_script
-from train_reference import learnable_samples, one_thread, write_hidden_states, write_learnable_run  # noqa: F401
+from train_reference import (learnable_samples, one_thread, random_sample, write_hidden_states,  # noqa: F401
+                             write_learnable_run, write_mapping, write_target)
 from eagle3 import supply, training_plot
 from eagle3.batches import seen_in_epoch
 from eagle3.checkpoints import checkpoints
@@ -485,3 +486,51 @@ def test_a_folder_of_another_server_is_said(toy, tmp_path, undrawn):
     other = another(lambda manifest: manifest.update(sglang_version="0.5.12"))(toy, tmp_path)
     lines = trained(toy, tmp_path / "o", "--max-steps", 1, data=("hidden_states", other))
     assert any(f"{other} | sglang_version 0.5.12, that of {toy / 'hidden_states'} is 0.5.23" in line for line in lines)
+
+
+# ---- --loss-on all ----
+def master_of(output: Path, step: int) -> torch.Tensor:
+    return load_file(output / f"checkpoint-{step}/training_state/state.safetensors")["master"]
+
+
+def test_loss_on_all_is_training_on_masks_of_ones(tmp_path, undrawn):
+    """The same weights, to the bit; validation stays on the responses."""
+    head = load_file(write_target(tmp_path / "target") / "model.safetensors")["language_model.lm_head.weight"]
+    write_mapping(tmp_path / "vocab_mapping", np.sort(np.random.default_rng(1).choice(97, 61, replace=False)), 97)
+    rng = np.random.default_rng(2)
+    samples = {f"s{i}": random_sample(int(rng.integers(5, 60)), "tail", head, rng) for i in range(24)}
+    ones = {name: sample | {"loss_mask": torch.ones_like(sample["loss_mask"])} for name, sample in samples.items()}
+    write_hidden_states(tmp_path / "responses", samples)
+    write_hidden_states(tmp_path / "whole", ones)
+    flags = "--lr", 1e-3, "--max-seq-len", 50  # cuts some
+    lines = trained(tmp_path, tmp_path / "all", "--loss-on", "all", *flags, data=["responses"])
+    masks = trained(tmp_path, tmp_path / "masks", *flags, data=["whole"])
+    trained(tmp_path, tmp_path / "response", *flags, data=["responses"])
+    last = read(tmp_path / "all/manifest.json")["counts"]["steps"]
+    assert torch.equal(master_of(tmp_path / "all", last), master_of(tmp_path / "masks", last))
+    assert not torch.equal(master_of(tmp_path / "all", last), master_of(tmp_path / "response", last))
+    share = [[line.split(" | ")[1] for line in log if " in the loss" in line] for log in (lines, masks)]
+    assert share[0] == share[1] and len(share[0]) == 1
+
+    def validated(output: Path) -> dict:
+        trained(tmp_path, output, "--loss-on", output.name, "--lr", 1e-12, "--max-steps", 1, data=["responses"])
+        return {key: value for row in rows_of(output) for key, value in row.items() if key.startswith("val_")}
+
+    (tmp_path / "still").mkdir()
+    assert validated(tmp_path / "still/all") == validated(tmp_path / "still/response")
+
+
+def test_what_was_checked_without_prompts_is_checked_again_for_them(toy, tmp_path, undrawn):
+    """A cache of --loss-on response has no mass of the prompts' tokens; the other way round it serves."""
+    flags = "--max-steps", 1
+    trained(toy, tmp_path / "response", *flags)
+    shutil.copytree(tmp_path / "response/checked", tmp_path / "all/checked")
+    cache = tmp_path / "all/checked/00000000.safetensors"
+    before = cache.read_bytes()
+    trained(toy, tmp_path / "all", "--loss-on", "all", *flags)
+    with_prompts = cache.read_bytes()
+    assert with_prompts != before
+    shutil.copytree(tmp_path / "all/checked", tmp_path / "again/checked")
+    trained(toy, tmp_path / "again", *flags)
+    assert (tmp_path / "again/checked" / cache.name).read_bytes() == with_prompts
+    assert torch.equal(master_of(tmp_path / "again", 1), master_of(tmp_path / "response", 1))

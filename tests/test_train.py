@@ -475,7 +475,8 @@ def test_ranks_check_all_files_whenever_they_begin(run_folder, target, tmp_path,
     root, _ = run_folder
     index = [json.loads(line) for line in (root / "hidden_states/index.jsonl").read_text().splitlines()]
     facts = {"hidden_size": 32, "dtype": "float32", "target": "toy", "capture_layers": [2, 4, 6]}
-    inputs = SimpleNamespace(index=index, facts=facts, draft_ids=target[3], target=SimpleNamespace(final_norm=lambda: None))
+    inputs = SimpleNamespace(index=index, facts=facts, draft_ids=target[3], prompts=False,
+                             target=SimpleNamespace(final_norm=lambda: None))
     monkeypatch.setattr(checked, "CHECK_CHUNK", 6)
     for rank in range(2):
         process = Process(rank, 2, torch.device("cpu"), torch.float32)

@@ -22,22 +22,32 @@ OPEN_BINS_IN_ORDER = 8  # in the plan's order: each keeps samples on the disk un
 
 @dataclass
 class Sample:
-    """One sample: its file and what of it carries loss: the tokens from `start` to `tokens`, its response."""
+    """One sample: its file, its response (the tokens from `start` to `tokens`), and what of it carries loss."""
     id: str
     path: Path
     tokens: int
     start: int
-    mass: np.ndarray | None  # (tokens - start,) a response token: the target's probability inside the draft vocabulary
+    mass: np.ndarray | None  # (tokens - loss_from,) each token's: the target's probability inside the draft vocabulary
     truncated: bool = False
     weight: float = 1.0  # how often it is seen in an epoch
+    loss_from: int | None = None  # the first token that carries loss: `start`, or 1 where the prompt does, too
+
+    def __post_init__(self):
+        if self.loss_from is None:
+            self.loss_from = self.start
+
+    def of_response(self) -> Sample:
+        """The same with loss on its response alone."""
+        mass = None if self.mass is None else self.mass[self.start - self.loss_from:]
+        return replace(self, loss_from=self.start, mass=mass)
 
     def counts(self, steps: int) -> list[int]:
-        """Loss rows of each TTT step: response tokens t = p + 2 + k with p >= 0."""
-        return [max(0, self.tokens - max(self.start, 2 + k)) for k in range(steps)]
+        """Loss rows of each TTT step: tokens t = p + 2 + k that carry loss, with p >= 0."""
+        return [max(0, self.tokens - max(self.loss_from, 2 + k)) for k in range(steps)]
 
     def rows(self, steps: int) -> tuple[int, int, int]:
         """(first query row, context rows, query rows). The last row predicts the last token."""
-        context, first = self.tokens - 2, max(0, self.start - 1 - steps)
+        context, first = self.tokens - 2, max(0, self.loss_from - 1 - steps)
         return first, context, context - first
 
 
@@ -54,7 +64,7 @@ class Batch:
     length: torch.Tensor  # (C,) tokens of the row's sample
     last: torch.Tensor  # (R, H) last_hidden[p+1]
     labels: torch.Tensor  # (R,) x[p+2]
-    mask: torch.Tensor  # (R,) bool: x[p+2] is a response token
+    mask: torch.Tensor  # (R,) bool: x[p+2] carries loss
     mass: torch.Tensor  # (R,) the target's probability inside the draft vocabulary, where x[p+2] is predicted
     rows_left: torch.Tensor  # (R,) rows of its sample from here on, this one included
     cu_q: torch.Tensor  # (B + 1,) int32, where the samples' query rows begin
@@ -141,9 +151,9 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
         next_ids[k0:k0 + context] = ids[1:-1]
         length[k0:k0 + context] = sample.tokens
         labels[q0:q0 + rows] = ids[first + 2:]
-        begin = max(sample.start, first + 2)  # the first response token that a query row predicts
+        begin = max(sample.loss_from, first + 2)  # the first token with loss that a query row predicts
         mask[q0 + begin - first - 2:q0 + rows] = True
-        mass[q0 + begin - first - 2:q0 + rows] = sample.mass[begin - sample.start:]
+        mass[q0 + begin - first - 2:q0 + rows] = sample.mass[begin - sample.loss_from:]
         k0, q0 = k0 + context, q0 + rows
     columns = {"next_ids": next_ids, "length": length, "labels": labels, "mask": mask, "mass": mass}
     return batch_of(sizes, aux, last, columns, sum(sample.tokens for sample in samples), pin)

@@ -2,7 +2,7 @@
 
 A file of checked/ holds CHECK_CHUNK samples of the index: `mass` of their response tokens, one after the other, and
 in its metadata a record each: {"id", "problem"} or {"id", "problem": null, "tokens", "spans": [[first, end of the
-response]], "agreed", "predicted"}.
+response]], "agreed", "predicted"}, and with --loss-on all "mass_from": 1, as the prompt's tokens have a mass, too.
 
 Shapes: T tokens of a sample, S its first response token, Vt target vocabulary, Vd draft vocabulary, H hidden.
 """
@@ -36,20 +36,22 @@ NO_LOSS = "no response token within --max-seq-len"
 
 
 @torch.no_grad()
-def response_mass(tensors: dict, start: int, head: torch.Tensor, draft_ids: torch.Tensor):
+def response_mass(tensors: dict, start: int, head: torch.Tensor, draft_ids: torch.Tensor,
+                  mass_from: int | None = None):
     """(mass (T - S,), how many response tokens are the target's argmax, how many were predicted).
 
-    mass: the target's probability inside the draft vocabulary where each response token was predicted. head (Vt, H),
-    draft_ids (Vd,).
+    mass: the target's probability inside the draft vocabulary where each response token was predicted, or each token
+    from `mass_from` on (1 at least; (T - mass_from,)). head (Vt, H), draft_ids (Vd,).
     """
-    begin = max(start, 1)  # token 0 is predicted by nothing
+    mass_from = start if mass_from is None else mass_from
+    begin = max(mass_from, 1)  # token 0 is predicted by nothing
     last, ids = tensors["last_hidden_states"][begin - 1:-1], tensors["input_ids"][begin:].long()
-    mass, agreed = [torch.zeros(begin - start)], 0
+    mass, agreed, before = [torch.zeros(begin - mass_from)], 0, max(0, start - begin)  # rows before the response
     for rows in chunks(len(ids), len(head)):
         logits = logits_of(last[rows].to(head.device, head.dtype), head)
         mass.append((logits[:, draft_ids].logsumexp(-1) - logits.logsumexp(-1)).exp().float().cpu())
-        agreed += int((logits.argmax(-1).cpu() == ids[rows]).sum())
-    return torch.cat(mass).clamp_(max=1), agreed, len(ids)
+        agreed += int((logits.argmax(-1).cpu() == ids[rows])[max(0, before - rows.start):].sum())
+    return torch.cat(mass).clamp_(max=1), agreed, len(ids) - before
 
 
 def other_target(folder: Path, agreement: float) -> UserError:
@@ -60,7 +62,7 @@ def other_target(folder: Path, agreement: float) -> UserError:
 def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, workers: int) -> None:
     """Read this rank's share of the files once, and keep what is found in `cache`.
 
-    inputs: of its facts, index, target and draft_ids (`sources.Source`, `inputs.Inputs`).
+    inputs: of its facts, index, target, draft_ids and prompts (`sources.Source`).
     """
     with writing(cache):
         cache.mkdir(exist_ok=True, parents=True)
@@ -68,7 +70,7 @@ def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, 
     head, draft_ids = head.to(process.device, process.dtype), inputs.draft_ids.to(process.device)
     # A rank's share must not depend on what others have finished when it looks
     mine = range(0, len(index), CHECK_CHUNK)[process.rank::process.world]
-    todo = [start for start in mine if not is_whole(cache / f"{start:08d}.safetensors")]
+    todo = [start for start in mine if not is_whole(cache / f"{start:08d}.safetensors", inputs.prompts)]
     begun = told = time.monotonic()
     read = 0
     with ThreadPoolExecutor(max(1, workers)) as pool, bar(len(todo) * CHECK_CHUNK, "sample") as progress:
@@ -81,9 +83,10 @@ def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, 
                 record = {"id": row["id"], "problem": problem}
                 if not problem:
                     first = response_start(tensors["loss_mask"].numpy())
-                    mass, agreed, predicted = response_mass(tensors, first, head, draft_ids)
+                    mass_from = {"mass_from": 1} if inputs.prompts else {}
+                    mass, agreed, predicted = response_mass(tensors, first, head, draft_ids, **mass_from)
                     record |= {"tokens": row["tokens"], "spans": [[first, row["tokens"]]], "agreed": agreed,
-                               "predicted": predicted}
+                               "predicted": predicted, **mass_from}
                     masses.append(mass)
                     read += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
                 records.append(record)
@@ -126,21 +129,22 @@ def read_chunk(path: Path) -> tuple[np.ndarray, list[dict]]:
     return mass, json.loads(records)
 
 
-def is_whole(path: Path) -> bool:
+def is_whole(path: Path, prompts: bool) -> bool:
+    """prompts: only with the mass of the prompts' tokens."""
     try:
-        read_chunk(path)
+        _, records = read_chunk(path)
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         log(f"{path}: damaged ({error}); its samples are checked again")
         return False
-    return True
+    return not prompts or all(record["problem"] or "mass_from" in record for record in records)
 
 
-def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
+def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int, prompts: bool = False):
     """(samples, problems {id: reason}, (response tokens that are the target's argmax, those predicted)).
 
-    Raises UserError.
+    prompts: loss from the first token on. Raises UserError.
     """
     samples, problems, agreed, predicted = [], {}, 0, 0
     for start in range(0, len(index), CHECK_CHUNK):
@@ -155,12 +159,12 @@ def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int):
                 problems[record["id"]] = record["problem"]
                 continue
             [[first, end]] = record["spans"]
-            tokens = min(record["tokens"], max_tokens)
+            tokens, mass_from = min(record["tokens"], max_tokens), record.get("mass_from", first)
             sample = Sample(record["id"], sample_path(folder, record["id"]), tokens, first,
-                            mass[at:at + max(0, tokens - first)], tokens < record["tokens"])
-            at, agreed, predicted = at + end - first, agreed + record["agreed"], predicted + record["predicted"]
-            if sample.counts(1)[0]:
-                samples.append(sample)
+                            mass[at:at + max(0, tokens - mass_from)], tokens < record["tokens"], loss_from=mass_from)
+            at, agreed, predicted = at + end - mass_from, agreed + record["agreed"], predicted + record["predicted"]
+            if sample.of_response().counts(1)[0]:
+                samples.append(sample if prompts else sample.of_response())
             else:
                 problems[record["id"]] = NO_LOSS
     return samples, problems, (agreed, predicted)
@@ -187,7 +191,8 @@ def usable_samples(source, max_tokens: int, workers: int, head: torch.Tensor, pr
     folder, index = source.folder, source.index
     check_files(folder, source.cache, source, head, process, workers)
     meet(process, LONG_WORK)
-    samples, problems, (agreed, predicted) = read_checked(folder, source.cache, index, max_tokens)
+    samples, problems, (agreed, predicted) = read_checked(folder, source.cache, index, max_tokens,
+                                                             source.prompts)
     dropped = Counter(problems.values())
     damaged = sorted(name for name, problem in problems.items() if not problem.startswith("no response token"))
     too_many = len(damaged) > MAX_BAD * len(index)

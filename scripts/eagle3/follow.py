@@ -111,8 +111,8 @@ class Follow:
             problem = "loss mask is not the plan's"
         if problem:
             return problem, None, 0, 0
-        mass, agreed, predicted = response_mass(tensors, sample.start, self.head, self.draft_ids)
-        return None, replace(sample, mass=mass[:sample.tokens - sample.start].numpy()), agreed, predicted
+        mass, agreed, predicted = response_mass(tensors, sample.start, self.head, self.draft_ids, sample.loss_from)
+        return None, replace(sample, mass=mass[:sample.tokens - sample.loss_from].numpy()), agreed, predicted
 
     # ---- before the first step ----
     def plan(self, train: list[Sample], val: list[Sample], schedule: list) -> None:

@@ -15,7 +15,7 @@ from eagle3.target import version_numbers
 
 # What the absence of a flag meant before it existed, or before its default hung on the run
 BEFORE = {"optimizer": "adamw", "lr": 3e-5, "draft_layers": 1, "fc_norm": False, "norm_before_fc": False,
-          "norm_output": False}
+          "norm_output": False, "loss_on": "response"}
 KIND = ("draft_layers", "fc_norm", "norm_before_fc", "norm_output")
 NORMS_FROM = (0, 5, 12)  # the SGLang release that serves fc_norm and norm_output
 # Best peak rate at width 576 and 8,192 tokens a step, and the power of the width by which it falls: fitted on a real

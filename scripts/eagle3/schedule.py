@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -57,10 +57,12 @@ def plan_steps(args, inputs, sources: Sources, head: torch.Tensor, process) -> P
         train.sort(key=lambda sample: position[sample.id])
     else:
         train, val = split_samples(has.samples, ratio, args.seed)
+    if args.loss_on == "all":  # to train on, not to validate on
+        train, val = [replace(sample, loss_from=1) for sample in train], [sample.of_response() for sample in val]
     if not train:
         raise UserError(f"--val-ratio {args.val_ratio} leaves none of {len(val)} samples to train on. Lower it.")
     if args.order == "plan" and not args.follow:
-        val = [found[sample.id] for sample in val if sample.id in found]
+        val = [found[sample.id].of_response() for sample in val if sample.id in found]
         missing = {sample.id for sample in planned} - {row["id"] for row in inputs.index}
         dropped |= {QUARANTINED: len(missing)} if missing else {}
     schedule, ends = plan_epochs(args, train, process)

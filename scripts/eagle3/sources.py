@@ -36,6 +36,7 @@ class Source:
     manifest_sha256: str
     cache: Path  # where what was found in its files is kept
     weight: float = 1.0  # how often a sample of it is seen in an epoch
+    prompts: bool = False  # whether the prompts carry loss, too
 
 
 @dataclass
@@ -70,7 +71,8 @@ def read_source(folder: Path, target: Target, draft_ids: torch.Tensor, cache: Pa
 def read_sources(args, inputs, say) -> Sources:
     """All folders that the flags name; their hashes go into `inputs.hashes`. Raises UserError.
 
-    args: data_dirs (the first one is what `inputs` was read from), data_weight, val_data_dir, output_dir, follow.
+    args: data_dirs (the first one is what `inputs` was read from), data_weight, val_data_dir, output_dir, follow and
+    loss_on.
     """
     cache, several = args.output_dir / "checked", len(args.data_dirs) > 1
     sources = [Source(args.data_dir, inputs.facts, inputs.index, inputs.target, inputs.draft_ids,
@@ -86,7 +88,7 @@ def read_sources(args, inputs, say) -> Sources:
     if several:
         inputs.hashes["hidden_states"] = [source.manifest_sha256 for source in sources]
     for source, weight in zip(sources, args.data_weight or [1.0] * len(sources), strict=True):
-        source.weight = weight
+        source.weight, source.prompts = weight, args.loss_on == "all"
     return Sources(sources, held_out)
 
 

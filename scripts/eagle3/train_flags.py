@@ -81,6 +81,9 @@ def add_loss_flags(add) -> None:
     add("--num-draft-steps", type=int, help="speculative steps of the predicted accept_length (default: --ttt-steps)")
     add("--loss", choices=("ce", "kl", "lk"), default="ce",
         help="soft cross-entropy, KL, or -log of the acceptance probability")
+    add("--loss-on", choices=("response", "all"), default="response",
+        help="all: the prompts' tokens carry loss, too, as does then every figure of a step's line; not those of a "
+             "validation line")
     add("--noise-std", type=float, default=0.0, help="EAGLE's uniform noise on the target's states")
     add("--ema", type=float, default=0.0, metavar="DECAY",
         help="evaluate and export an average of the weights; its decay grows up to this as the steps go on")
