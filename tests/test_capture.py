@@ -299,7 +299,7 @@ def test_capture_by_sglangs_own_hooks(target, reference, tmp_path):
              "forward-hooks": json.dumps(hooks), "enable-return-aux-hidden-states": True,
              "speculative-algorithm": "EAGLE3", "return-aux-hidden-state-layer-ids": layer_ids}
     server = Engine(tmp_path / "log", TINY_KIMI if target == "kimi" else tmp_path / "llama", flags,
-                    {"PYTHONPATH": str(ROOT / "patches"), **capture_into(tmp_path / "capture")})
+                    {"PYTHONPATH": str(ROOT / "patches"), **capture_into(tmp_path / "capture")}, cold=True)
     try:
         samples = {f"n{length}": random_ids(length, length) for length in (1, 61, CHUNK + 77)}
         send(server.url, [(rid("hooks", ids, name), ids) for name, ids in samples.items()])
