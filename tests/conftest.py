@@ -4,6 +4,8 @@ Two workers share the tests (scripts/test.sh): a file without servers runs whole
 (ENGINE_GROUPS), each on one worker and in an order in which those that want the same server follow each other.
 """
 import contextlib
+import functools
+import gc
 import hashlib
 import importlib.util
 import io
@@ -110,7 +112,9 @@ def patched_sglang(tmp_path_factory):
     assert not (overlay / "sglang/srt/eagle3_capture.py").exists()
 
 
-PRELOADED: dict[str, Preloaded] = {}  # by PYTHONPATH
+@functools.cache
+def preloaded(python_path: str) -> Preloaded:
+    return Preloaded(python_path)
 
 
 class Engine:
@@ -135,10 +139,7 @@ class Engine:
                 self.process = subprocess.Popen([sys.executable, str(ROOT / "scripts/cpu_engine/serve.py"), *self.argv], stdin=subprocess.DEVNULL,
                                                 stdout=out, stderr=out, env=self.env, start_new_session=True)
         else:
-            path = self.env.get("PYTHONPATH", "")
-            if path not in PRELOADED:
-                PRELOADED[path] = Preloaded(path)
-            self.process = PRELOADED[path].start(self.argv, self.env, self.log)
+            self.process = preloaded(self.env.get("PYTHONPATH", "")).start(self.argv, self.env, self.log)
         deadline = time.monotonic() + 180
         while True:
             try:
@@ -193,9 +194,6 @@ def engine(tmp_path_factory, request):
     yield start
     for server in running.values():
         server.kill()
-    for process in PRELOADED.values():
-        process.stop()
-    PRELOADED.clear()
 
 
 # One request a prefill: the last bits of a float depend on what else is in the batch, and tests of 03 compare bytes
@@ -257,6 +255,18 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("engine") and config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(ENGINE_ORDER[engine_turn(item)][0]))
     items.sort(key=turn)
+
+
+FROZEN_BEFORE = [None]  # the file whose tests run
+
+
+def pytest_runtest_setup(item):
+    """What was imported so far is set apart from the garbage collector: tests ask it for the locks of runs in this process that ended,
+    some hundred times, and would look through all of torch each time."""
+    if item.path != FROZEN_BEFORE[0]:
+        FROZEN_BEFORE[0] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

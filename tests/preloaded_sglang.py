@@ -1,10 +1,10 @@
 """Servers that begin as copies of one process that has imported SGLang, and so without the 7 seconds of processor time
 that its import takes: Preloaded is the side of the tests; run as a script, this file is that process."""
+import contextlib
 import json
 import os
 import random
 import select
-import signal
 import subprocess
 import sys
 import traceback
@@ -33,7 +33,10 @@ class Copy:
 
 
 class Preloaded:
-    """A process with SGLang imported. python_path: where it and its copies find their modules first ("": nowhere)."""
+    """A process with SGLang imported, which ends with this one; its copies do not.
+
+    python_path: where they find their modules first ("": nowhere).
+    """
 
     def __init__(self, python_path: str):
         env = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -44,18 +47,14 @@ class Preloaded:
         """serve.py with these arguments and this environment, its output appended to `log`."""
         self.process.stdin.write(json.dumps({"argv": argv, "env": env, "log": str(log)}) + "\n")
         self.process.stdin.flush()
-        return Copy(int(self.process.stdout.readline()))
-
-    def stop(self) -> None:
-        """Its copies go on."""
-        self.process.stdin.close()
-        self.process.wait()
+        pid = self.process.stdout.readline()
+        assert pid, "SGLang could not be imported: see above"
+        return Copy(int(pid))
 
 
 def serve_as(order: dict, added: dict[str, str], serve) -> None:
     """In the copy: become the server that `order` describes; does not return. added: variables that SGLang set."""
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     out, nothing = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT), os.open(os.devnull, os.O_RDONLY)
     for source, place in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(source, place)
@@ -87,8 +86,10 @@ def main() -> None:
     import sglang.srt.server_args  # noqa: F401
     serve.prepare = lambda: None  # it was
     added = {name: value for name, value in os.environ.items() if name not in before}
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a copy ended
     for line in sys.stdin:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # copies that ended, each long after the tests took hold of it
         pid = os.fork()
         if pid == 0:
             os.close(pids)
