@@ -1,9 +1,11 @@
 """Shared by all tests: numbered scripts as modules, and the real SGLang on the CPU as a fixture.
 
-Two workers share the tests (scripts/test.sh): a file without servers runs whole on one of them; all tests that start SGLang run on
-one worker, so that at most one server is at work, in an order in which those that want the same server follow each other.
+Two workers share the tests (scripts/test.sh): a file without servers runs whole on one of them; tests that start SGLang run in groups
+(ENGINE_GROUPS), each on one worker and in an order in which those that want the same server follow each other.
 """
 import contextlib
+import functools
+import gc
 import hashlib
 import importlib.util
 import io
@@ -29,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 sys.path.insert(0, str(ROOT / "patches"))  # eagle3_capture finds its other half there, as with --forward-hooks
 from eagle3.stage import UserError  # noqa: E402
+from preloaded_sglang import Preloaded  # noqa: E402
 
 TINY_KIMI = ROOT / "scripts" / "tiny_kimi"
 CAPTURE_LAYERS = [2, 4, 6]  # the tiny target has 8 layers
@@ -109,23 +112,34 @@ def patched_sglang(tmp_path_factory):
     assert not (overlay / "sglang/srt/eagle3_capture.py").exists()
 
 
-class Engine:
-    """One real SGLang server on the CPU, in a process group of its own."""
+@functools.cache
+def preloaded(python_path: str) -> Preloaded:
+    return Preloaded(python_path)
 
-    def __init__(self, log: Path, model: Path, flags: dict, env: dict):
+
+class Engine:
+    """One real SGLang server on the CPU, in a process group of its own.
+
+    cold: it imports SGLang itself, as a user's does; else it begins as a copy of a process that has done so.
+    """
+
+    def __init__(self, log: Path, model: Path, flags: dict, env: dict, cold: bool = False):
         self.port, self.log = free_port(), log
         self.capture_dir = Path(env["EAGLE3_CAPTURE_DIR"]) if "EAGLE3_CAPTURE_DIR" in env else None
         self.url = f"http://127.0.0.1:{self.port}"
-        argv = [sys.executable, str(ROOT / "scripts/cpu_engine/serve.py"), "--model-path", str(model), "--port", str(self.port),
-                "--dtype", "float32"]
+        argv = ["--model-path", str(model), "--port", str(self.port), "--dtype", "float32"]
         for flag, value in flags.items():
             argv += [f"--{flag}", *([] if value is True else map(str, value) if isinstance(value, list) else [str(value)])]
-        self.argv, self.env = argv, {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
+        self.argv, self.env, self.cold = argv, {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}, cold
         self.start()
 
     def start(self):
-        out = open(self.log, "ab")
-        self.process = subprocess.Popen(self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        if self.cold:
+            with open(self.log, "ab") as out:
+                self.process = subprocess.Popen([sys.executable, str(ROOT / "scripts/cpu_engine/serve.py"), *self.argv], stdin=subprocess.DEVNULL,
+                                                stdout=out, stderr=out, env=self.env, start_new_session=True)
+        else:
+            self.process = preloaded(self.env.get("PYTHONPATH", "")).start(self.argv, self.env, self.log)
         deadline = time.monotonic() + 180
         while True:
             try:
@@ -135,7 +149,7 @@ class Engine:
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
                     pytest.fail(f"server did not start: {self.log.read_text(errors='replace')[-3000:]}")
-                time.sleep(0.5)
+                time.sleep(0.1)
 
     def kill(self):
         """kill -9 of the whole group, as a machine that dies does it."""
@@ -151,7 +165,7 @@ def engine(tmp_path_factory, request):
     """engine(model=..., draft=None, capture_dir=None, **flags) -> Engine; the same arguments give the same running server.
 
     capture_dir: a folder, or True for one that goes with the other arguments (the server's `capture_dir`), so that several files can
-    share a capturing server. At most one server runs at a time (two cores): asking for another one stops the one before.
+    share a capturing server. At most one server of a worker runs at a time: asking for another one stops the one before.
     """
     running, folders = {}, {}
 
@@ -182,20 +196,53 @@ def engine(tmp_path_factory, request):
         server.kill()
 
 
+# One request a prefill: the last bits of a float depend on what else is in the batch, and tests of 03 compare bytes
+ONE_AT_A_TIME = {"max_running_requests": 1, "chunked_prefill_size": 128}
+
+
+@pytest.fixture(scope="session")
+def extracted(engine, tmp_path_factory) -> Path:
+    """A run folder as 01 and an undisturbed 03 leave it: responses/ of the engine itself, 8 tokens each, and hidden_states/.
+
+    Some of its 120 samples are longer than the prefill chunk of 128. `incoming` is where the server captures into.
+    """
+    from stand_in import write_responses
+
+    root, server, chance = tmp_path_factory.mktemp("extracted"), engine(capture_dir=True, **ONE_AT_A_TIME), random.Random(0)
+    (root / "incoming").symlink_to(server.capture_dir)
+    prompts = [[chance.randrange(300, 2000) for _ in range(chance.choice([4, 9, 30, 140, 150]))] for _ in range(120)]
+    answers = post(f"{server.url}/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}})
+    write_responses(root / "responses", [{"id": f"p{number:03d}-t0", "prompt_ids": prompt, "response_ids": answer["output_ids"]}
+                                         for number, (prompt, answer) in enumerate(zip(prompts, answers))])
+    done = run_script("03_extract", "--data-dir", root / "responses", "--output-dir", root / "hidden_states", "--base-url", server.url,
+                      "--capture-dir", server.capture_dir, "--concurrency", 4, "--log-interval", 1)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith(f"done: {root / 'hidden_states'}"), done
+    return root
+
+
 # ---- which worker runs a test, and when ----
 STARTS_SGLANG = {"engine", "patched_sglang", "workplace"}  # fixtures: what uses them gets the marker `engine`
-ENGINE_ORDER = ["test_capture capturing", "test_serving", "test_capture", "test_follow", "test_extract", "test_extract engine",
-                "test_generate", "test_benchmark engine", "test_patch", "test_benchmark"]  # a file, or its tests with a fixture
+# What runs on one worker, in this order: files, or the tests of one with a fixture. Each group has servers of its own.
+ENGINE_GROUPS = {"engine_plain": ["test_benchmark", "test_generate"],
+                 "engine_extract": ["test_follow", "test_extract"],
+                 "engine_capture": ["test_capture capturing", "test_serving", "test_capture", "test_patch"]}
+ENGINE_ORDER = [(group, name) for group, names in ENGINE_GROUPS.items() for name in names]
 SLOWEST_FIRST = ["test_train", "test_generate"]  # of the files without servers: a long one that begins last would run alone
+
+
+def engine_turn(item) -> int:
+    """Where a test that starts SGLang stands in ENGINE_ORDER."""
+    fits = [number for number, (_, name) in enumerate(ENGINE_ORDER)
+            if item.path.stem == name.split()[0] and set(name.split()[1:]) <= set(item.fixturenames)]
+    return fits[0]
 
 
 def turn(item) -> tuple[bool, int]:
     """Sorts tests: those that start SGLang first, by the server that they want; then the slowest files."""
+    if item.get_closest_marker("engine"):
+        return False, engine_turn(item)
     file = item.path.stem
-    if item.get_closest_marker("engine") is None:
-        return True, SLOWEST_FIRST.index(file) if file in SLOWEST_FIRST else len(SLOWEST_FIRST)
-    special = [name for name in ENGINE_ORDER if name.startswith(f"{file} ") and name.split()[1] in item.fixturenames]
-    return False, ENGINE_ORDER.index(special[0] if special else file)
+    return True, SLOWEST_FIRST.index(file) if file in SLOWEST_FIRST else len(SLOWEST_FIRST)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
@@ -206,17 +253,30 @@ def pytest_collection_modifyitems(config, items):
         if STARTS_SGLANG & set(item.fixturenames):
             item.add_marker("engine")
         if item.get_closest_marker("engine") and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("engine"))
+            item.add_marker(pytest.mark.xdist_group(ENGINE_ORDER[engine_turn(item)][0]))
     items.sort(key=turn)
+
+
+FROZEN_BEFORE = [None]  # the file whose tests run
+
+
+def pytest_runtest_setup(item):
+    """What was imported so far is set apart from the garbage collector: tests ask it for the locks of runs in this process that ended,
+    some hundred times, and would look through all of torch each time."""
+    if item.path != FROZEN_BEFORE[0]:
+        FROZEN_BEFORE[0] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Hands out whole files, and the group of tests that start SGLang (their names end in @engine) as if it were one file."""
+    """Hands out whole files, and each group of tests that start SGLang (their names end in @engine_...) as if it were one file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "engine" if nodeid.endswith("@engine") else nodeid.split("::")[0]
+            group = nodeid.rpartition("@")[2]
+            return group if group in ENGINE_GROUPS else nodeid.split("::")[0]
 
     return Files(config, log)

@@ -688,12 +688,13 @@ def test_repeats_are_no_new_prompts():
 # ---- whole runs on the real engine ----
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A run file for the tiny target and a random drafter, and prompts; write(port) -> its path."""
+    """A run file for the tiny target and a random drafter, and prompts, as texts and as ids; write(name, **flags of 05) -> its path."""
     folder = tmp_path_factory.mktemp("bench")
     drafter = make_drafter(folder / "draft", range(0, 2 * DRAFT_VOCAB, 2))
     rows = [{"id": f"p{n}", "source": "a" if n % 2 else "b", "prompt": f"Question {n}: what is a list?"}
             for n in range(6)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "ids.jsonl").write_text("".join(json.dumps({"id": f"p{n}", "prompt_ids": [300 + n, 301]}) + "\n" for n in range(6)))
 
     def write(name: str, **flags) -> tuple[Path, Path]:
         run = folder / name
@@ -795,7 +796,7 @@ def test_killed_in_the_middle_it_goes_on_and_its_figures_are_those_of_the_raw_an
 
 
 def test_a_server_that_dies_is_one_line_that_names_its_log_and_sigterm_leaves_no_server(workplace):
-    config, out = workplace("dies", **{"max-tokens": 2000, "fixed-length": True})
+    config, out = workplace("dies", **{"max-tokens": 2000, "fixed-length": True, "prompts": "{run_dir}/../ids.jsonl"})
     process = start(config)
     wait_for(process, "plain c1 r0 0/6")  # the first answer takes many seconds
     commands = {int(path.parent.name): path.read_bytes().decode(errors="replace")

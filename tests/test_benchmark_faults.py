@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script
+from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, run_here, run_script
 from eagle3 import bench_flags, binding, masking, plots, stage
 from eagle3.doctor import Facts, examine
 from eagle3.endpoints import read_key, same_folder, split_login
@@ -69,19 +69,12 @@ def test_code_of_a_tokenizer_runs_only_when_it_is_asked_for(tmp_path):
                                     "class Evil(PreTrainedTokenizerFast):\n    pass\n")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"id": f"p{n}", "prompt": "hello"}) + "\n" for n in range(6)))
     with Paced(model_path=str(folder), speculative_algorithm="EAGLE3") as server:
-        argv = [sys.executable, ROOT / "05_benchmark.py", "--base-url", server.url, "--prompts", tmp_path / "p.jsonl",
-                "--concurrency",
-                1, "--max-tokens", 4, "--warmup", 0, "--repeats", 1, "--output-dir", tmp_path / "report"]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "cache")}
-
-        def run(*more):
-            return subprocess.run([*map(str, argv), *more], text=True, capture_output=True, env=env,
-                                  stdin=subprocess.DEVNULL)
-
-        done = run()
+        argv = ["--base-url", server.url, "--prompts", tmp_path / "p.jsonl", "--concurrency", 1, "--max-tokens", 4,
+                "--warmup", 0, "--repeats", 1, "--output-dir", tmp_path / "report"]
+        done = run_here("05_benchmark", *argv)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--trust-remote-code" in done.stderr, done.stderr
         assert not marker.exists() and server.asked == 0
-        done = run("--trust-remote-code")
+        done = run_script("05_benchmark", *argv, "--trust-remote-code", env={"HF_MODULES_CACHE": str(tmp_path / "cache")})
         assert done.returncode == 0, done.stderr
         assert marker.exists() and server.asked == 6
 

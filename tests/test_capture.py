@@ -6,7 +6,6 @@ import queue
 import random
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, load_script, post
+from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, load_script, post, preloaded
 from eagle3.states import StateFile, check_header, check_ids, facts_token_bytes
 from eagle3.verify import check_data
 from stand_in import capture_hash
@@ -299,7 +298,7 @@ def test_capture_by_sglangs_own_hooks(target, reference, tmp_path):
              "forward-hooks": json.dumps(hooks), "enable-return-aux-hidden-states": True,
              "speculative-algorithm": "EAGLE3", "return-aux-hidden-state-layer-ids": layer_ids}
     server = Engine(tmp_path / "log", TINY_KIMI if target == "kimi" else tmp_path / "llama", flags,
-                    {"PYTHONPATH": str(ROOT / "patches"), **capture_into(tmp_path / "capture")})
+                    {"PYTHONPATH": str(ROOT / "patches"), **capture_into(tmp_path / "capture")}, cold=True)
     try:
         samples = {f"n{length}": random_ids(length, length) for length in (1, 61, CHUNK + 77)}
         send(server.url, [(rid("hooks", ids, name), ids) for name, ids in samples.items()])
@@ -377,10 +376,7 @@ def test_radix_cache_is_refused_in_words(patched_sglang, tmp_path):
     port, capture = free_port(), tmp_path / "capture"
     env = {**os.environ, "PYTHONPATH": str(patched_sglang), **capture_into(capture),
            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
-    with open(tmp_path / "log", "wb") as log:
-        server = subprocess.Popen([sys.executable, str(ROOT / "scripts/cpu_engine/serve.py"),
-                                   "--model-path", str(TINY_KIMI), "--port", str(port)],
-                                  env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    server = preloaded(str(patched_sglang)).start(["--model-path", str(TINY_KIMI), "--port", str(port)], env, tmp_path / "log")
     try:
         deadline = time.monotonic() + 300
         while True:

@@ -1,11 +1,14 @@
 """Proofs 2 and 5: SGLang's own LlamaForCausalLMEagle3, loading what 04 exports, computes what 04 trained; and captures the layers 04 was fed.
 
-Run as a script, this file is the SGLang side: `python test_draft_forward.py WORK` loads WORK/draft in its own process on the CPU engine (which replaces
-modules, so not in pytest's), extends requests of several lengths in one batch, decodes, and writes the logits to WORK/sglang.safetensors.
+Run as a script, this file is the SGLang side: `python test_draft_forward.py WORK...` loads each WORK/draft in its own process on the CPU engine
+(which replaces modules, so not in pytest's), extends requests of several lengths in one batch, decodes, and writes the logits to
+WORK/sglang.safetensors.
 """
 import json
+import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +22,7 @@ PREFIXES, STEPS = [3, 17, 29], 4  # tokens of the prefixes drafted after; TTT st
 LENGTH = 40
 
 
-def sglang_side(work: Path) -> None:
-    sys.path.insert(0, str(ROOT / "scripts/cpu_engine"))
-    import serve
-    serve.prepare()
+def sglang_side(work: Path, serve) -> None:
     from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs, prepare_server_args
     argv = ["--model-path", str(work / "draft"), "--tokenizer-path", str(ROOT / "scripts/tiny_kimi"), "--disable-radix-cache"]
@@ -77,8 +77,20 @@ def sglang_side(work: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "scripts/cpu_engine"))
+    import serve
+    serve.prepare()
+    import sglang.benchmark.one_batch  # noqa: F401  once for all of them: it takes 7 s
     torch.set_grad_enabled(False)
-    sglang_side(Path(sys.argv[1]))
+    for folder in sys.argv[1:]:
+        if os.fork() == 0:
+            try:
+                sglang_side(Path(folder), serve)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.wait()
     sys.exit()
 
 from conftest import load_script  # noqa: E402
@@ -102,7 +114,7 @@ KINDS = {"EAGLE-3": {}, "EAGLE-3.1": {"aux_norm": "each", "norm_output": True},
          "two layers": {"layers": 2}}
 
 
-def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int, **kind):
+def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int, **kind) -> Drafter:
     """A random drafter with the widths and vocabulary of the tiny target, exported to work/draft, and one sample in work/input.safetensors."""
     target = write_target(work / "target", vocab=512, hidden=64)
     tensors = load_file(target / "model.safetensors")
@@ -124,19 +136,30 @@ def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int, **kind):
     sample = random_sample(LENGTH, "all", head, np.random.default_rng(2), aux_states=shape.aux_states)
     save_file({"embed": embed, **sample}, work / "input.safetensors")
     write_hidden_states(work / "hidden_states", {"a": sample})
-    return draft, sample
+    return draft
+
+
+@pytest.fixture(scope="module")
+def in_sglang(tmp_path_factory):
+    """{kind: (folder, drafter)}: a drafter of each kind, loaded and run by SGLang."""
+    made = {}
+    for kind, different in KINDS.items():
+        work = tmp_path_factory.mktemp("kind")
+        made[kind] = work, make_drafter(work, heads=4, kv_heads=2, head_dim=32, **different)  # grouped heads, wider than 64 / 4
+    done = subprocess.run([sys.executable, __file__, *(str(work) for work, _ in made.values())], capture_output=True, text=True, cwd=ROOT)
+    missing = [kind for kind, (work, _) in made.items() if not (work / "sglang.safetensors").is_file()]
+    assert not missing, (missing, done.stderr[-3000:])
+    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sglang_computes_the_same_logits(kind, tmp_path, monkeypatch):
-    draft, sample = make_drafter(tmp_path, heads=4, kv_heads=2, head_dim=32, **KINDS[kind])  # grouped heads, wider than 64 / 4
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
-    assert (tmp_path / "sglang.safetensors").is_file(), done.stderr[-3000:]
-    theirs = load_file(tmp_path / "sglang.safetensors")
+def test_sglang_computes_the_same_logits(kind, in_sglang, monkeypatch):
+    work, draft = in_sglang[kind]
+    theirs = load_file(work / "sglang.safetensors")
 
     ours, original = [], ttt.row_loss
     monkeypatch.setattr(ttt, "row_loss", lambda logits, *rest: (ours.append(logits.clone()), original(logits, *rest))[1])
-    packed = Sample("a", sample_path(tmp_path / "hidden_states", "a"), LENGTH, 0, np.ones(LENGTH, np.float32))
+    packed = Sample("a", sample_path(work / "hidden_states", "a"), LENGTH, 0, np.ones(LENGTH, np.float32))
     ttt_pass(draft, collate([packed], STEPS, 64, draft.shape.aux_states), [1.0] * STEPS)
     assert packed.rows(STEPS) == (0, LENGTH - 2, LENGTH - 2) and len(ours) == STEPS  # row p of ours[k]: step k at position p
     assert ours[0].abs().max() > 1

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eagle3.stage
-from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, post
+from conftest import CAPTURE_LAYERS, ONE_AT_A_TIME, ROOT, TINY_KIMI, Engine, free_port
 from eagle3 import extraction, verify as verifying
 from eagle3.incoming import own_runs
 from eagle3.journal import Journal
@@ -31,14 +31,12 @@ from eagle3.states import SAME_CAPTURE, StateFile, check_header, sample_path
 from stand_in import StandIn, capture_hash, captured, extract_here, let_go, write_responses
 from test_capture import text_model
 
-SAMPLES = 150
-# One request a prefill: the last bits of a float depend on what else is in the batch, and here bytes are compared
-FLAGS = {"max_running_requests": 1, "chunked_prefill_size": 128}
+SAMPLES, ANSWER = 120, 8  # of the fixture `extracted`: samples, and tokens of each response
 
 
 def capturing(engine) -> Engine:
     """The server of all these tests and of tests/test_follow.py; started anew where a test has left it dead."""
-    return engine(capture_dir=True, **FLAGS)
+    return engine(capture_dir=True, **ONE_AT_A_TIME)
 
 
 @pytest.fixture
@@ -52,20 +50,13 @@ def capture_dir(engine):
 
 
 @pytest.fixture(scope="module")
-def rows(engine):
-    """Greedy responses of the engine itself; some samples are longer than the prefill chunk of 128."""
-    chance = random.Random(0)
-    prompts = [[chance.randrange(300, 2000) for _ in range(chance.choice([4, 9, 30, 140, 300]))]
-               for _ in range(SAMPLES)]
-    sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
-    answers = post(f"{capturing(engine).url}/generate", {"input_ids": prompts, "sampling_params": sampling})
-    return [{"id": f"p{number:03d}-t0", "prompt_ids": prompt, "response_ids": answer["output_ids"]}
-            for number, (prompt, answer) in enumerate(zip(prompts, answers))]
+def responses(extracted):
+    return extracted / "responses"
 
 
 @pytest.fixture(scope="module")
-def responses(rows, tmp_path_factory):
-    return write_responses(tmp_path_factory.mktemp("run") / "responses", rows)
+def rows(responses):
+    return [json.loads(line) for part in sorted(responses.glob("part-*.jsonl")) for line in part.read_text().splitlines()]
 
 
 def arguments(responses: Path, output: Path, url: str, capture_dir: Path, *more) -> list[str]:
@@ -100,10 +91,8 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(responses, engine, capture_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed") / "hidden_states"
-    extract(responses, folder, capturing(engine).url, capture_dir, process=True)
-    return folder
+def undisturbed(extracted):
+    return extracted / "hidden_states"
 
 
 @pytest.fixture
@@ -300,7 +289,7 @@ def test_verify_finds_nothing_wrong(copy, responses, capture_dir):
     done = verify(copy, responses, capture_dir, code=0)
     report = json.loads((copy / "verify.json").read_text())
     assert report["failed"] == {} and report["engine_next_token_share"] == 1.0 and report["agreement"]["p0"] == 1.0
-    assert report["positions_checked"] == SAMPLES * 12 and f"all {SAMPLES} samples good" in done.stdout
+    assert report["positions_checked"] == SAMPLES * ANSWER and f"all {SAMPLES} samples good" in done.stdout
 
 
 def nan_row(tensors, metadata):
@@ -364,16 +353,19 @@ def test_verify_finds_a_damaged_file_and_redo_mends_it(damage, words, copy, undi
 def test_verify_finds_a_last_state_taken_one_block_early(copy, rows, responses, capture_dir, tmp_path):
     """Normed, so its size is right; but it does not choose the engine's tokens."""
     model = text_model(tmp_path / "hf", TINY_KIMI)
-    for row in rows:
+    def length(row: dict) -> int:
+        return len(row["prompt_ids"] + row["response_ids"])
+
+    for _, alike in itertools.groupby(sorted(rows, key=length), length):
+        alike = list(alike)
         with torch.no_grad():
-            ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-            states = model(ids, output_hidden_states=True).hidden_states
-            early = model.model.norm(states[-2][0]).numpy()
+            ids = torch.tensor([row["prompt_ids"] + row["response_ids"] for row in alike])
+            early = model.model.norm(model(ids, output_hidden_states=True).hidden_states[-2]).numpy()
+        for row, states in zip(alike, early):
+            def change(tensors, metadata):
+                tensors["last_hidden_states"][:] = states
 
-        def change(tensors, metadata):
-            tensors["last_hidden_states"][:] = early
-
-        rewrite(sample_path(copy, row["id"]), change)
+            rewrite(sample_path(copy, row["id"]), change)
     restamp(copy)
     done = verify(copy, responses, capture_dir, code=2)
     assert "not the states that its logits come from" in done.stderr
@@ -509,10 +501,10 @@ def test_a_full_disk_ends_in_one_line_and_resumes(undisturbed, responses, patche
     (tmp_path / "small").mkdir()
     (tmp_path / "small/sitecustomize.py").write_text(SMALL_DISK % str(folder))
     (tmp_path / "limit").write_text(str(6 << 20))
-    flags = {"disable-radix-cache": True} | {flag.replace("_", "-"): value for flag, value in FLAGS.items()}
+    flags = {"disable-radix-cache": True} | {flag.replace("_", "-"): value for flag, value in ONE_AT_A_TIME.items()}
     server = Engine(tmp_path / "log", TINY_KIMI, flags, {
         "PYTHONPATH": f"{tmp_path / 'small'}:{patched_sglang}", "EAGLE3_CAPTURE_DIR": str(folder / ".incoming"),
-        "EAGLE3_CAPTURE_LAYERS": ",".join(map(str, CAPTURE_LAYERS))})
+        "EAGLE3_CAPTURE_LAYERS": ",".join(map(str, CAPTURE_LAYERS))}, cold=True)
     here = responses, folder, server.url, folder / ".incoming"
     try:
         with monkeypatch.context() as patch:

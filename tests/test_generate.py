@@ -410,9 +410,9 @@ def test_kill_loses_only_what_was_in_flight_at_an_api(tmp_path, capsys):
     """The same count where requests cost money and answers come at once: the rows' fsync is the bottleneck."""
     answer = Reply(chat("fine", completion_tokens=4, reasoning="r"))
     with ApiServer(lambda body, nth: answer) as api:
-        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 600), tmp_path / "out")
-        killed_and_resumed(argv, api, capsys, kills=2, n=600, concurrency=8)
-    assert len(rows_of(tmp_path / "out")) == 600 and sum(api.asked.values()) <= 600 + 2 * 8
+        argv = flags(api.url, prompts(tmp_path / "p.jsonl", 240), tmp_path / "out")
+        killed_and_resumed(argv, api, capsys, kills=2, n=240, concurrency=8)
+    assert len(rows_of(tmp_path / "out")) == 240 and sum(api.asked.values()) <= 240 + 2 * 8
 
 
 def test_a_torn_line_is_cut_off_and_other_damage_is_named(tmp_path, capsys):

@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from conftest import ROOT, load_script
 from eagle3.bench_prompts import render
@@ -33,6 +32,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(folder):
+    from transformers import AutoTokenizer  # here: each worker reads all files, one runs this
+
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from conftest import ROOT, load_script, run_here
 
@@ -26,6 +25,8 @@ def make(folder, *argv, code=0):
 
 
 def test_the_target_gives_the_answers_that_were_written_down(tmp_path):
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM  # here: each worker reads all files, one runs this
+
     target, responses = make(tmp_path)
     config = json.loads((target / "config.json").read_text())["text_config"]
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**{key: value for key, value in config.items() if key != "dtype"})).float().eval()

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 from conftest import TINY_KIMI, load_script
 from tiny_target.architecture import build_model
@@ -16,6 +15,8 @@ maker = load_script("make_tiny_kimi")
 
 @pytest.fixture(scope="module")
 def tokenizer():
+    from transformers import AutoTokenizer  # here: each worker reads all files, one runs this
+
     return AutoTokenizer.from_pretrained(TINY_KIMI)
 
 
