@@ -11,7 +11,7 @@ import torch
 
 from eagle3.drafter import Shape, aux_norm_of, draft_config, served_from
 from eagle3.journal import read_facts
-from eagle3.recipe import fill_kind
+from eagle3.recipe import fill_kind, old_config, usual_kv_heads
 from eagle3.stage import SCHEMA, UserError, read_json, read_manifest, sha256_file
 from eagle3.states import layer_list
 from eagle3.target import Target, layer_ids, version_numbers
@@ -54,11 +54,15 @@ class Inputs:
 def draft_shape(args, target: dict, draft_vocab: int, aux_states: int = 3) -> Shape:
     """The drafter's sizes: flags, else those of --finetune-from, else the target's. Raises UserError.
 
+    A folder that was begun goes on with its KV heads: their default was another one once.
+
     target: its text config; aux_states: how many layers were captured.
     """
     old = read_json(args.finetune_from / "config.json") if args.finetune_from else {}
     heads = args.num_heads or old.get("num_attention_heads") or target["num_attention_heads"]
-    kv_heads = args.num_kv_heads or old.get("num_key_value_heads") or (8 if heads % 8 == 0 else heads)
+    begun = ((old_config(args.output_dir) if args.output_dir else None) or {}).get("draft") or {}
+    kv_heads = (args.num_kv_heads or begun.get("kv_heads") or old.get("num_key_value_heads")
+                or usual_kv_heads(target, heads))
     theta = target.get("rope_theta") or (target.get("rope_parameters") or {}).get("rope_theta") or 10000.0
     positions = args.max_position_embeddings or old.get("max_position_embeddings")
     head_dim = args.head_dim or old.get("head_dim") or target.get("v_head_dim") or target.get("head_dim")

@@ -88,7 +88,8 @@ def add_loss_flags(add) -> None:
 
 def add_drafter_flags(add) -> None:
     add("--num-heads", type=int, help="attention heads (default: the target's)")
-    add("--num-kv-heads", type=int, help="default: 8, or all heads where 8 does not divide them")
+    add("--num-kv-heads", type=int,
+        help="default: the target's; of a target with MLA 8, or all heads where 8 does not divide them")
     add("--head-dim", type=int, help="default: the target's v_head_dim, else head_dim, else hidden / heads")
     add("--intermediate-size", type=int, help="default: the target's")
     add("--rope-theta", type=float, help="default: the target's")
