@@ -84,7 +84,7 @@ def stops_of(folder: Path) -> set[int]:
 def find_stop(tokenizer, folder: Path, names: set[str]) -> str | None:
     """The token behind an answer in the midst of a conversation; the end-of-text token where engines stop at that."""
     end, stops = tokenizer.eos_token, stops_of(folder)
-    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "y"}]
+    talk = [{"role": role, "content": text} for role, text in (("user", "x"), ("assistant", ANSWER), ("user", "y"))]
     try:
         behind = tokenizer.apply_chat_template(talk, tokenize=False).partition(ANSWER)[2]
     except Exception:  # a template raises what it likes, and there may be none: 01 says so of the first prompt
