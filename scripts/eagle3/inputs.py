@@ -14,7 +14,7 @@ from eagle3.journal import read_facts
 from eagle3.recipe import fill_kind, old_config, usual_kv_heads
 from eagle3.stage import SCHEMA, UserError, read_json, read_manifest, sha256_file
 from eagle3.states import layer_list
-from eagle3.target import Target, layer_ids, version_numbers
+from eagle3.target import Target, layer_rule, version_numbers
 from eagle3.vocabulary import read_mapping
 
 
@@ -36,13 +36,14 @@ class Inputs:
     def provenance(self, args, step: int, prediction: dict | None, agreement: float) -> dict:
         """eagle3.json: what the drafter was made from, and what serving it should show (05_benchmark compares).
 
-        args: serve_sglang_version, max_seq_len; agreement: share of response tokens that are the target's argmax.
+        args: serve_sglang_version, layer_id_rule, max_seq_len; agreement: share of response tokens that are the target's argmax.
         """
         offsets = self.draft_ids - torch.arange(len(self.draft_ids))
         captured_by = self.facts["sglang_version"]
         return {"schema": SCHEMA, "step": step, "prediction": prediction, "capture_layers": self.layers,
                 "target": self.facts["target"], "sglang_version": captured_by,
                 "serve_sglang_version": args.serve_sglang_version or captured_by,
+                **({"layer_id_rule": args.layer_id_rule} if args.layer_id_rule else {}),
                 "served_from": served_from(self.shape),
                 "hidden_states_manifest": self.hashes.get("hidden_states"),
                 "vocab_mapping_manifest": self.hashes["vocab_mapping"], "hidden_size": self.shape.hidden,
@@ -97,7 +98,7 @@ def read_inputs(args, say) -> Inputs:
     version = args.serve_sglang_version or facts["sglang_version"]
     fill_kind(args, version)
     shape = draft_shape(args, target.config, len(draft_ids), len(layers))
-    ids = layer_ids(layers, version)
+    ids = layer_rule(args.verifier_path, version, args.layer_id_rule).ids(layers)
     if version_numbers(version) < version_numbers(served_from(shape)):
         raise UserError(f"SGLang {version} does not serve a drafter of this kind ({len(layers)} aux states, "
                         f"{shape.layers} layers, norms {shape.aux_norm or 'none'} / output {shape.norm_output}): it "
