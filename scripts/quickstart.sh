@@ -48,7 +48,7 @@ say() { echo "$(date +%FT%T) quickstart $*"; }
 # A stage or server that gets SIGTERM when this script dies, by kill -9 too (PR_SET_PDEATHSIG lasts through exec)
 bound() { exec "$py" -c 'import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' "$@" 8>&- 9>&-; }
 
-server='' stage_pid='' patched=''
+server='' stage_pid='' patched='' model=()
 stop_server() { # the wrapper ends the server's whole process group
   [ -n "$server" ] || return 0
   kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; server=''
@@ -73,7 +73,8 @@ start_server() {
   if needs_patch; then
     patched=1
     flock -s 9
-    "$py" patches/sglang_patch.py apply >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
+    [ ! -f "$target/config.json" ] || model=(--target "$target")
+    "$py" patches/sglang_patch.py apply "${model[@]}" >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
   fi
   say "server of role extract (log: $logs/server_extract.log)"
   : > "$logs/serve.log"

@@ -101,7 +101,7 @@ def patched_sglang(tmp_path_factory):
     for info in source.parent.glob("sglang-*.dist-info"):
         shutil.copytree(info, overlay / info.name)  # the version is read from it
     patch = [sys.executable, str(ROOT / "patches/sglang_patch.py")]
-    subprocess.run([*patch, "apply", "--sglang-path", str(overlay / "sglang")], check=True)
+    subprocess.run([*patch, "apply", "--models", "deepseek_v2,llama", "--sglang-path", str(overlay / "sglang")], check=True)
     yield overlay
     subprocess.run([*patch, "restore", "--sglang-path", str(overlay / "sglang")], check=True)
     for folder in (source, overlay / "sglang"):
@@ -184,7 +184,7 @@ def engine(tmp_path_factory, request):
 
 # ---- which worker runs a test, and when ----
 STARTS_SGLANG = {"engine", "patched_sglang", "workplace"}  # fixtures: what uses them gets the marker `engine`
-ENGINE_ORDER = ["test_capture capturing", "test_serving", "test_capture", "test_follow", "test_extract", "test_extract engine",
+ENGINE_ORDER = ["test_capture capturing", "test_serving", "test_llama", "test_capture", "test_follow", "test_extract", "test_extract engine",
                 "test_generate", "test_benchmark engine", "test_patch", "test_benchmark"]  # a file, or its tests with a fixture
 SLOWEST_FIRST = ["test_train", "test_generate"]  # of the files without servers: a long one that begins last would run alone
 
