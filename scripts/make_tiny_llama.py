@@ -1,9 +1,9 @@
 """Make "tiny Llama", a target without reasoning, tool marks or MLA: what configs/llama-cpu.yaml and a test run on.
 
-A LlamaForCausalLM of 8 layers and 2.0M parameters (4 heads, 2 of them KV heads) with tiny Kimi's tokenizer and a chat
+A LlamaForCausalLM of 8 layers and 2.2M parameters (4 heads, 2 of them KV heads) with tiny Kimi's tokenizer and a chat
 template of Llama 3's form, trained for a minute on the same questions and answers as tiny Kimi (make_tiny_kimi.py),
-those without reasoning. Its answers begin like sentences and ramble: it is for pipelines. Not stored in the
-repository; the same Python and cores make the same bytes.
+those without reasoning. It answers in a few words, over and over: it is for pipelines. Not stored in the repository;
+on one machine the same Python makes the same bytes.
 
     python3 scripts/make_tiny_llama.py --output-dir .run/tiny_llama              # a minute on 2 cores
     python3 scripts/make_tiny_llama.py --output-dir .run/random_llama --steps 0  # random weights, in seconds
@@ -80,8 +80,8 @@ def trained(model, folder: Path, args) -> None:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=150, help="0: random weights")
-    parser.add_argument("--rows", type=int, default=16, help="rows a step")
+    parser.add_argument("--steps", type=int, default=100, help="0: random weights")
+    parser.add_argument("--rows", type=int, default=8, help="rows a step")
     parser.add_argument("--row-length", type=int, default=256)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)

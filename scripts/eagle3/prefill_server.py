@@ -222,7 +222,8 @@ class Server:
         if told.get("forward_hooks"):
             return ("Its --forward-hooks must name eagle3_capture:forward_hook for the decoder without its head "
                     "(patches/README.md): put patches/ on its PYTHONPATH")
-        return "Patch its SGLang (patches/sglang_patch.py apply)"
+        target = f" --target {told['model_path']}" if told.get("model_path") else ""
+        return f"Patch its SGLang (patches/sglang_patch.py apply{target})"
 
     def vocab_size(self) -> int | None:
         """Of its model, where that is a folder that can be read here. Raises OSError, UserError (no right)."""
