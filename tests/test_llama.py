@@ -1,4 +1,5 @@
 """A target that is no Kimi: the tokens of its turns are found, its own KV heads are taken, and all five stages run on it."""
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from conftest import ROOT, TINY_KIMI, load_script, run_here
 from eagle3.drafter import read_shape
 from eagle3.figures import beyond_answer
+from eagle3.inputs import draft_shape
 from eagle3.recipe import usual_kv_heads
 from eagle3.responses import part_files, read_jsonl
 from eagle3.servers import needs_patch
@@ -73,6 +75,19 @@ def test_kv_heads_are_the_targets_own_but_for_mla():
     assert usual_kv_heads(kimi | {"num_attention_heads": 64, "num_key_value_heads": 64}, 64) == 8
     assert usual_kv_heads({"num_key_value_heads": 3}, 9) == 3 and usual_kv_heads({"num_key_value_heads": 32}, 32) == 32
     assert usual_kv_heads({"num_key_value_heads": 3}, 16) == 8 and usual_kv_heads({}, 9) == 9
+
+
+def test_a_folder_goes_on_with_the_kv_heads_that_it_began_with(tmp_path):
+    """Once the default was 8 for every target."""
+    target = {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 99,
+              "max_position_embeddings": 512}
+    args = argparse.Namespace(output_dir=tmp_path / "output", finetune_from=None, draft_layers=1, norm_output=False, fc_norm=False,
+                              norm_before_fc=False, **dict.fromkeys("num_heads num_kv_heads head_dim intermediate_size rope_theta "
+                                                                    "max_position_embeddings".split()))
+    assert draft_shape(args, target, 32).kv_heads == 2
+    (tmp_path / "output/checkpoint-3").mkdir(parents=True)
+    (tmp_path / "output/stage.json").write_text(json.dumps({"draft": {"kv_heads": 8}}))
+    assert draft_shape(args, target, 32).kv_heads == 8
 
 
 def test_only_a_run_that_captures_by_the_patch_patches_sglang(monkeypatch):

@@ -43,6 +43,7 @@ def find_turn_tokens(tokenizer, folder: Path, stop: str | None = None, think: li
     """
     template = template_of(tokenizer)
     names = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    names = {name for name in names if name.strip()}  # some tokenizers add white space
     stop_found = stop or find_stop(tokenizer, folder, names)
     think_found = find_think(tokenizer, names, template) if think is None else list(think)
     tool_found = find_tool(tokenizer, template) if tool is None else list(tool)
@@ -97,21 +98,22 @@ def find_stop(tokenizer, folder: Path, names: set[str]) -> str | None:
 
 
 def find_think(tokenizer, names: set[str], template: str) -> list[str]:
-    """A pair of tokens that the template names, the end with a slash more than the begin; [] without one."""
+    """The pair of tokens that the template names, the end with a slash more than the begin; [] without one.
+
+    Of several pairs all: which is the target's is for the user to say.
+    """
     ends = [name for name in sorted(names) if "/" in name and REASONS.search(name) and name in template]
     pairs = [[name.replace("/", "", 1), name] for name in ends if name.replace("/", "", 1) in names]
     if not pairs and not template:  # nothing to go by but the names
         pairs = [THINK] if all(is_one_id(tokenizer, name) for name in THINK) else []
-    if len(pairs) > 1:
-        raise UserError(f"the template names several pairs of marks of reasoning: {pairs}. Name the target's with "
-                        "--think-tokens.")
     if not pairs and (others := sorted(name for name in names if OTHERS.search(name) and name in template)):
         log(f"reasoning: the template names {' '.join(others)}, no pair that is read here; what the target reasons "
             "stays in the answers' text")
-    return pairs[0] if pairs else []
+    return [name for pair in pairs for name in pair]
 
 
 def find_tool(tokenizer, template: str) -> list[str]:
+    """Kimi's five marks where the template names the first of them; [] else."""
     if template and TOOL[0] not in template:
         return []
     return TOOL if template or all(is_one_id(tokenizer, name) for name in TOOL) else []
