@@ -54,7 +54,8 @@ from eagle3.stage import (UserError, log, open_stage, parse_args, read_manifest,
                           write_manifest)
 from eagle3.store import (DISK_ERRORS, OFFSET_BITS, Store, cannot_write, check_room, holds_nothing,  # noqa: E402
                           how_reasoned, mended_rows, sort_rows, write_dropped)
-from eagle3.tokens import STOP, THINK, TOOL, Tokens, load_tokenizer, tokenizer_hash  # noqa: E402
+from eagle3.tokens import Tokens, load_tokenizer, tokenizer_hash  # noqa: E402
+from eagle3.turn_tokens import find_turn_tokens  # noqa: E402
 
 STAGE = "01_generate"
 MAY_CHANGE = {  # flags that may differ when a run is resumed
@@ -109,9 +110,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="given: ask nobody, take the assistant turns of the prompt rows")
     add("--on-mismatch", choices=["rule", "keep", "drop"], default="rule",
         help="rebuilt ids that differ from usage; see above")
-    add("--stop-token", default=STOP, help="ends a turn")
-    add("--think-tokens", nargs="*", default=THINK, help="begin and end of reasoning; nothing: the target has none")
-    add("--tool-tokens", nargs="*", default=TOOL, help="five marks, or nothing")
+    add("--stop-token", metavar="NAME", help="ends a turn (default: what the template puts behind an answer)")
+    add("--think-tokens", nargs="*", metavar="NAME",
+        help="begin and end of reasoning; nothing: the target has none (default: the pair that the template names)")
+    add("--tool-tokens", nargs="*", metavar="NAME",
+        help="five marks, or nothing (default: Kimi's where the template names them, else nothing)")
     add_bounds(add)
     return parser
 
@@ -158,12 +161,13 @@ def main(argv: list[str]) -> int:
     sources = open_sources(args.prompts, args.dataset)
     if not sources:
         raise UserError("nothing to ask: name --prompts or --dataset.")
-    begun = noted_inputs(args.output_dir)
-    inputs = {"tokenizer": tokenizer_hash(args.tokenizer)}
+    begun = noted(args.output_dir)
+    name_turn_tokens(args, begun)
+    inputs, before = {"tokenizer": tokenizer_hash(args.tokenizer)}, begun.get("inputs") or {}
     for number, source in enumerate(sources):
         name = f"{number}:{source.name}"
-        inputs[name] = source.digest if begun.get(name) in (None,
-                                                            source.digest) else source.older_digest or source.digest
+        inputs[name] = source.digest if before.get(name) in (None,
+                                                             source.digest) else source.older_digest or source.digest
     config = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE} | {
         "columns": [source.options for source in sources], "inputs": inputs}
     log("config "
@@ -191,12 +195,24 @@ def work_in(args, key: str | None, sources: list[Source], config: dict) -> int:
                 (args.output_dir / "stage.json").unlink()  # so another config may begin here
 
 
-def noted_inputs(folder: Path) -> dict:
-    """The digests with which this folder was begun; {} where there are none."""
+def noted(folder: Path) -> dict:
+    """The config with which this folder was begun; {} where there is none."""
     try:
-        return dict(json.loads((folder / "stage.json").read_text())["inputs"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return dict(json.loads((folder / "stage.json").read_text()))
+    except (OSError, ValueError, TypeError):
         return {}
+
+
+def name_turn_tokens(args, begun: dict) -> None:
+    """--stop-token, --think-tokens and --tool-tokens where flags leave them open: as `begun`, else the target's own."""
+    names = ("stop_token", "think_tokens", "tool_tokens")
+    given = [begun.get(name) if getattr(args, name) is None else getattr(args, name) for name in names]
+    if None in given or given != [begun.get(name) for name in names]:
+        tokenizer = load_tokenizer(args.tokenizer, args.trust_remote_code)
+        found = find_turn_tokens(tokenizer, args.tokenizer, *given)
+        log(f"turn tokens: {found}")
+        given = [found.stop, found.think, found.tool]
+    args.stop_token, args.think_tokens, args.tool_tokens = given
 
 
 def check_values(args) -> None:
@@ -282,7 +298,7 @@ def finish_folder(args, session: Session, about: dict) -> None:
     spent = session.budget.spent()
     cost = {"usd": round(spent.usd, 6), "tokens": int(spent.tokens),
             "tokens of failed requests, at most": int(session.budget.lost.tokens)}
-    thinks = args.thinking == "on" and session.tokens.think is not None
+    thinks = session.tokens.must_reason()
     finish(args.output_dir, session.store.dropped | session.unpaid, about, cost, session.account,
            session.store.unmarked() if thinks else None)
 

@@ -32,7 +32,8 @@ from eagle3.stage import (SCHEMA, UserError, bar, log, open_stage, parse_args, r
                           sha256_file, write_atomic, write_manifest)
 from eagle3.store import DISK_ERRORS, cannot_write, check_room  # noqa: E402
 from eagle3.target import text_config  # noqa: E402
-from eagle3.tokens import STOP, THINK, TOOL, load_tokenizer, token_id, tokenizer_hash  # noqa: E402
+from eagle3.tokens import load_tokenizer, token_id, tokenizer_hash  # noqa: E402
+from eagle3.turn_tokens import find_turn_tokens  # noqa: E402
 from eagle3.vocabulary import FILES, choose, covered, read_reused, write_mapping  # noqa: E402
 
 STAGE = "02_build_vocab"
@@ -54,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--target-vocab-size", type=int, metavar="N",
         help="rows of the target's lm_head (default: vocab_size in its config.json)")
     add("--count", choices=["response", "all"], default="response", help="all: prompt tokens too")
-    add("--special-tokens", nargs="*", default=[STOP, *THINK, *TOOL], metavar="NAME",
-        help="always in the draft vocabulary (default: Kimi's)")
+    add("--special-tokens", nargs="*", metavar="NAME",
+        help="always in the draft vocabulary (default: the tokens of a turn with which 01_generate.py ran)")
     add("--held-out", type=float, default=0.05, metavar="F",
         help="share of rows on which the coverage of the rest's vocabulary is measured")
     add("--seed", type=int, default=0, metavar="N", help="picks those rows, by sha256 of seed and id")
@@ -80,6 +81,8 @@ def main(argv: list[str]) -> None:
     if not 0 < args.draft_vocab_size <= vocab_size < 1 << 24 or not 0 <= args.held_out < 1 or args.workers < 1:
         raise UserError(f"--draft-vocab-size {args.draft_vocab_size} must lie in 1..{vocab_size} (the target's, below "
                         f"2^24), --held-out {args.held_out} in [0, 1), --workers {args.workers} above 0.")
+    if args.special_tokens is None:
+        args.special_tokens = turn_tokens_of(responses, args)
     log("config " + json.dumps({**vars(args), "target_vocab_size": vocab_size, "inputs": inputs}, default=str))
     log(f"versions python {sys.version.split()[0]}, numpy {np.__version__} | "
         f"input {args.data_dir}: {responses['counts']}")
@@ -238,6 +241,14 @@ def row_id(line: bytes) -> bytes:
 
 
 # ---- the target ----
+def turn_tokens_of(responses: dict, args) -> list[str]:
+    """Names that a turn of the target is made of: those of 01's manifest, else found anew. Raises UserError."""
+    said = responses.get("config") or {}
+    if said.get("stop_token"):
+        return [said["stop_token"], *(said.get("think_tokens") or []), *(said.get("tool_tokens") or [])]
+    return find_turn_tokens(load_tokenizer(args.tokenizer, args.trust_remote_code), args.tokenizer).all()
+
+
 def vocab_size_of(target: Path) -> int:
     try:
         size = text_config(target)["vocab_size"]
@@ -252,10 +263,9 @@ def special_ids(folder: Path, trust_remote_code: bool, names: list[str]) -> dict
     """{name: id}. Raises UserError when a name is not one id."""
     tokenizer = load_tokenizer(folder, trust_remote_code)
     found = {name: token_id(tokenizer, name) for name in names}
-    for name, token in found.items():
-        if token is None:
-            raise UserError(f"{folder}: {name} is no token of this tokenizer. "
-                            "Name the target's own with --special-tokens.")
+    if missing := [name for name, token in found.items() if token is None]:
+        raise UserError(f"{folder}: no tokens of this tokenizer: {', '.join(missing)}. "
+                        "Name the target's own with --special-tokens.")
     return found
 
 

@@ -106,7 +106,8 @@ def check_settings(settings: dict) -> None:
 def set_layers(model, layers: list[int]) -> bool:
     """Make `model` capture the streams entering `layers`; True when SGLang itself does it already (a draft is loaded).
 
-    Up to 0.5.12 set_eagle3_layers_to_capture adds 1 to every id; from 0.5.13 only when the first is 1. Raises Refused.
+    set_eagle3_layers_to_capture adds 1 to every id in most model files; deepseek_v2.py from 0.5.13 on only when the
+    first is 1. Raises Refused.
     """
     captured = model.model.layers_to_capture
     if captured:
@@ -115,7 +116,8 @@ def set_layers(model, layers: list[int]) -> bool:
                           f"this server capture layers {list(captured)}, EAGLE3_CAPTURE_LAYERS says {layers}. "
                           "Serve without the draft, or make them equal.")
         return True
-    for ids in (layers, [layer - 1 for layer in layers]):
+    # In this order: a file that adds 1 may mark the layers themselves, where no second call takes the marks away
+    for ids in ([layer - 1 for layer in layers], layers):
         model.set_eagle3_layers_to_capture(list(ids))
         if list(model.model.layers_to_capture) == layers:
             return False
@@ -337,8 +339,8 @@ def forward_hook(config: dict):
     PYTHONPATH=patches ... --enable-return-aux-hidden-states --speculative-algorithm EAGLE3
     --return-aux-hidden-state-layer-ids 3 31 59
     --forward-hooks '[{"target_modules": ["model"], "hook_factory": "eagle3_capture:forward_hook"}]'
-    target_modules: the decoder without its head ("language_model.model" in a multimodal wrapper). Some models (Llama)
-    add 1 to the ids: give 2 30 58 for them. What the server then captures is compared with EAGLE3_CAPTURE_LAYERS.
+    target_modules: the decoder without its head ("language_model.model" in a multimodal wrapper). Most model files add
+    1 to the ids: give 2 30 58 to them. What the server then captures is compared with EAGLE3_CAPTURE_LAYERS.
     Qwen3-VL and GLM5-Next hand the batch over by keyword, which such hooks do not see: refused.
     """
     def hook(module, args, output):

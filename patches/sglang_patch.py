@@ -1,15 +1,17 @@
 """Patch an installed SGLang so that its server can write hidden states, look at it, or take the patch out again.
 
-    python3 patches/sglang_patch.py apply      # the SGLang that this Python imports
+    python3 patches/sglang_patch.py apply      # the SGLang that this Python imports, for Kimi and other DeepSeeks
+    python3 patches/sglang_patch.py apply --target /models/Llama-3.1-8B      # for whatever this config.json is
+    python3 patches/sglang_patch.py apply --models llama,qwen3               # for what these files of SGLang's serve
     python3 patches/sglang_patch.py status --sglang-path /opt/venv/lib/python3.12/site-packages/sglang
     python3 patches/sglang_patch.py restore
 
-Writes  one call into srt/models/deepseek_v2.py (the original is kept beside it), srt/eagle3_capture.py and
+Writes  one call into each chosen file of srt/models/ (the original is kept beside it), srt/eagle3_capture.py and
         srt/eagle3_capture_files.py, copies of this folder's
-Reads   patches/versions.json: SGLang release -> sha256 of the deepseek_v2.py it came with
-Exit    0; 2 with one line where the release or the file is not one of those: nothing is touched then
+Reads   patches/versions.json: which files SGLang's releases came with, and whom they serve (scripts/layer_rules.py)
+Exit    0; 2 with one line where the release or a file is not one of those: nothing is touched then
 Start the server anew after `apply` or `restore`. Without EAGLE3_CAPTURE_DIR set, a patched server behaves as the
-original.
+original. `restore` takes the call out of every file.
 """
 import argparse
 import hashlib
@@ -25,15 +27,15 @@ STAGE = "sglang_patch"
 HERE = Path(__file__).resolve().parent
 VERSIONS = HERE / "versions.json"
 SOURCES = (HERE / "eagle3_capture.py", HERE / "eagle3_capture_files.py")
-# In DeepseekV2ForCausalLM.forward, once in every release from 0.5.10 to 0.5.23; the call goes between these two.
-ANCHOR = """\
-        aux_hidden_states = None
+DEFAULT = ["deepseek_v2"]  # Kimi-K2.5's text model
+# In the model's forward, once in every release from 0.5.10 to 0.5.23; the call goes between the two groups.
+ANCHOR = re.compile("""\
+(        aux_hidden_states = None
         if self.capture_aux_hidden_states:
             hidden_states, aux_hidden_states = hidden_states
-"""
-AFTER = """
-        if self.pp_group.is_last_rank:
-"""
+)(
+?        if self.pp_group.is_last_rank:
+)""")
 CALL = """\
         # eagle3_capture begin: inserted by sglang_patch.py, whose `restore` takes it out
         from sglang.srt import eagle3_capture
@@ -79,11 +81,11 @@ def insert(original: str, path: Path) -> str:
 
     Raises UserError where the anchor does not stand exactly once.
     """
-    found = original.count(ANCHOR + AFTER)
+    found = len(ANCHOR.findall(original))
     if found != 1:
         raise UserError(f"{path}: the place for the call stands there {found} times, expected once. "
                         "This SGLang needs a patch of its own.")
-    patched = original.replace(ANCHOR + AFTER, ANCHOR + CALL + AFTER)
+    patched = ANCHOR.sub(lambda match: match[1] + CALL + match[2], original)
     try:
         compile(patched, str(path), "exec")
     except SyntaxError as error:
@@ -91,22 +93,37 @@ def insert(original: str, path: Path) -> str:
     return patched
 
 
-class Installation:
-    """One sglang package folder. Raises UserError where it is none."""
+class ModelFile:
+    """One file of srt/models/. Raises UserError where it cannot be read."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.target = folder / "srt/models/deepseek_v2.py"
-        self.kept = self.target.with_name("deepseek_v2.py.eagle3_original")
-        self.copies = [folder / "srt" / source.name for source in SOURCES]
+    def __init__(self, folder: Path, name: str):
+        self.name, self.path = name, folder / f"srt/models/{name}.py"
+        self.kept = self.path.with_name(f"{name}.py.eagle3_original")
         try:
-            self.text = self.target.read_bytes().decode()
+            self.text = self.path.read_bytes().decode()
         except (OSError, UnicodeDecodeError):
-            raise UserError(f"{self.target}: not readable. "
+            raise UserError(f"{self.path}: not readable. "
                             "Name the sglang package folder with --sglang-path.") from None
-        self.version = self.read_version()
         self.original = INSERTED.sub("", self.text)  # what the file is without our call
         self.patched = self.original != self.text
+
+
+class Installation:
+    """One sglang package folder and what versions.json knows of its release. Raises UserError where it is none.
+
+    chosen: names of the model files that this call is about.
+    """
+
+    def __init__(self, folder: Path, versions: dict, chosen: list[str]):
+        self.folder, self.versions, self.chosen = folder, versions, chosen
+        self.copies = [folder / "srt" / source.name for source in SOURCES]
+        there = [name for name in versions["files"] if (folder / f"srt/models/{name}.py").exists()]
+        self.files = {name: ModelFile(folder, name) for name in {**dict.fromkeys(chosen), **dict.fromkeys(there)}}
+        self.version = self.read_version()
+
+    @property
+    def patched(self) -> list[ModelFile]:
+        return [file for file in self.files.values() if file.patched]
 
     def read_version(self) -> str:
         """From the package's own files: importing SGLang takes long and needs a GPU driver in some releases."""
@@ -119,18 +136,18 @@ class Installation:
                             "so its version is unknown.")
         return found[0].removesuffix(".dist")
 
-    def known(self, versions: dict[str, str]) -> bool:
-        """A release's own file, or one that --add-version put in as `<release>+<hash>`."""
-        here = sha256(self.original)
-        return any(key.split("+eagle3.")[0] == self.version and known == here for key, known in versions.items())
+    def known(self, file: ModelFile) -> bool:
+        """A release's own file, or one that --add-version put in."""
+        return self.version in self.versions["files"][file.name].get(sha256(file.original), "").split()
 
-    def require_known(self, versions: dict[str, str]) -> None:
-        if not self.known(versions):
-            releases = {key.split("+eagle3.")[0] for key in versions}
-            what = ("its deepseek_v2.py is not the one that release came with" if self.version in releases
-                    else f"not in {VERSIONS.name} (known: {', '.join(sorted(releases, key=release_order))})")
-            raise UserError(f"{self.folder}: SGLang {self.version}: {what}. Nothing was changed. "
-                            "Install a known release, or, if you know this file, add it with `apply --add-version`.")
+    def require_known(self, files: list[ModelFile]) -> None:
+        releases = self.versions["releases"]
+        for file in files:
+            if not self.known(file):
+                what = (f"its {file.name}.py is not the one that release came with" if self.version in releases
+                        else f"not in {VERSIONS.name} (known: {', '.join(releases)})")
+                raise UserError(f"{self.folder}: SGLang {self.version}: {what}. Nothing was changed. Install a known "
+                                "release, or, if you know this file, add it with `apply --add-version`.")
 
 
 def release_order(version: str) -> list[int]:
@@ -138,43 +155,69 @@ def release_order(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def apply(there: Installation, versions: dict[str, str], add_version: bool) -> str:
-    patched = insert(there.original, there.target)
-    if add_version and not there.known(versions):
-        key = there.version if there.version not in versions else f"{there.version}+eagle3.{sha256(there.original)[:8]}"
-        versions[key] = sha256(there.original)
-        in_order = dict(sorted(versions.items(), key=lambda item: release_order(item[0])))
-        write_atomic(VERSIONS, json.dumps(in_order, indent=1) + "\n", VERSIONS)
-    there.require_known(versions)
+def model_of(target: Path, versions: dict, version: str) -> str:
+    """The file of srt/models/ in which this release computes `target`. Raises UserError where none is patched."""
+    try:
+        architectures = json.loads((target / "config.json").read_text())["architectures"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{target}/config.json: no architectures to be read there ({error}). "
+                        "Name the target's folder, or the file with --models.") from None
+    for name in versions["files"]:
+        entries = [entry for since, entry in versions["layer_rules"].get(name, {}).items()
+                   if release_order(since) <= release_order(version)]
+        if entries and entries[-1] and architectures[0] in re.sub(r"\(.*\)", "", entries[-1].split(": ")[1]).split():
+            return name
+    raise UserError(f"{target}: SGLang {version} computes {architectures[0]} in no file that this patch knows "
+                    f"({', '.join(versions['files'])}). Capture with --forward-hooks: patches/README.md.")
+
+
+def write_versions(versions: dict) -> None:
+    write_atomic(VERSIONS, json.dumps(versions, indent=1) + "\n", VERSIONS)
+
+
+# ---- the three commands ----
+def apply(there: Installation, add_version: bool) -> str:
+    files = [file for file in there.files.values() if file.patched or file.name in there.chosen]
+    patched = {file.name: insert(file.original, file.path) for file in files}
+    if add_version:
+        for file in files:
+            if not there.known(file):
+                known, here = there.versions["files"][file.name], sha256(file.original)
+                known[here] = f"{known.get(here, '')} {there.version}".lstrip()
+        write_versions(there.versions)
+    there.require_known(files)
     for copy, source in zip(there.copies, SOURCES):  # first: the call must never stand there without them
-        write_atomic(copy, source.read_bytes(), there.target)
-    write_atomic(there.kept, there.original, there.target)
-    if there.text != patched:
-        write_atomic(there.target, patched, there.target)
-    return status(Installation(there.folder), versions)
+        write_atomic(copy, source.read_bytes(), files[0].path)
+    for file in files:
+        write_atomic(file.kept, file.original, file.path)
+        if file.text != patched[file.name]:
+            write_atomic(file.path, patched[file.name], file.path)
+    return status(Installation(there.folder, there.versions, there.chosen))
 
 
-def restore(there: Installation, versions: dict[str, str]) -> str:
-    if there.patched:
-        there.require_known(versions)
-        write_atomic(there.target, there.original, there.target)
-    elif there.kept.exists():
-        there.require_known(versions)  # a leftover beside a file that is neither: somebody else's business
-    for path in (there.kept, *there.copies, *(there.folder / "srt/__pycache__").glob("eagle3_capture*.pyc")):
+def restore(there: Installation) -> str:
+    # A leftover beside a file that is neither: somebody else's business
+    there.require_known([file for file in there.files.values() if file.patched or file.kept.exists()])
+    for file in there.patched:
+        write_atomic(file.path, file.original, file.path)
+    for path in (*(file.kept for file in there.files.values()), *there.copies,
+                 *(there.folder / "srt/__pycache__").glob("eagle3_capture*.pyc")):
         path.unlink(missing_ok=True)
     return "original"
 
 
-def status(there: Installation, versions: dict[str, str]) -> str:
-    there.require_known(versions)
-    if not there.patched:
-        return "original"
+def status(there: Installation) -> str:
+    """Of the chosen files; others that are patched are named."""
+    there.require_known([file for file in there.files.values() if file.patched or file.name in there.chosen])
+    names = ", ".join(file.name for file in there.patched)
+    if not all(there.files[name].patched for name in there.chosen):
+        return "original" if not names else f"original in {', '.join(there.chosen)} (patched in {names})"
     copied = all(copy.exists() and copy.read_bytes() == source.read_bytes()
                  for copy, source in zip(there.copies, SOURCES))
-    if there.text != insert(there.original, there.target) or not copied:
+    if any(file.text != insert(file.original, file.path) for file in there.patched) or not copied:
         return "patched by another state of this patch. Run `apply` again"
     patch = sha256("".join(source.read_text() for source in SOURCES))[:12]  # as in the files of samples: `patch_hash`
-    return f"patched (patch {patch}, the original is kept as {there.kept.name})"
+    return f"patched (patch {patch}, in {names}; the original is kept beside each as *.eagle3_original)"
 
 
 def main(argv: list[str]) -> None:
@@ -183,8 +226,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("command", choices=("apply", "restore", "status"))
     parser.add_argument("--sglang-path", type=Path, metavar="DIR",
                         help="the sglang package folder (default: the one this Python imports)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--models", metavar="NAME,NAME", help="model files of SGLang's (default: deepseek_v2)")
+    which.add_argument("--target", type=Path, metavar="DIR", help="the model file that serves this target")
     parser.add_argument("--add-version", action="store_true",
-                        help=f"apply: put this file's hash into {VERSIONS.name} first")
+                        help=f"apply: put the hashes of these files into {VERSIONS.name} first")
     args = parser.parse_args(argv)
     folder = args.sglang_path
     if folder is None:
@@ -192,10 +238,16 @@ def main(argv: list[str]) -> None:
         if spec is None or not spec.submodule_search_locations:
             raise UserError(f"{sys.executable} imports no sglang. Name its package folder with --sglang-path.")
         folder = Path(spec.submodule_search_locations[0])
-    there, versions = Installation(folder), json.loads(VERSIONS.read_text())
+    versions = json.loads(VERSIONS.read_text())
+    chosen = args.models.split(",") if args.models else DEFAULT
+    if unknown := [name for name in chosen if name not in versions["files"]]:
+        raise UserError(f"--models {','.join(unknown)}: this patch knows {', '.join(versions['files'])}.")
+    there = Installation(folder, versions, chosen)
+    if args.target:
+        there.chosen = [model_of(args.target, versions, there.version)]
     try:
-        outcome = apply(there, versions, args.add_version) if args.command == "apply" \
-            else restore(there, versions) if args.command == "restore" else status(there, versions)
+        outcome = apply(there, args.add_version) if args.command == "apply" \
+            else restore(there) if args.command == "restore" else status(there)
     except OSError as error:
         remedy = ("Run this as the user who owns that SGLang" if isinstance(error, PermissionError)
                   else "Mend that and run this again")

@@ -76,8 +76,10 @@ def response_text(message: dict, thinking: bool) -> str:
     return reasoning + message["content"] + section + "<|im_end|>"
 
 
-def encode_samples(tokenizer, talks: list[dict], max_length: int) -> list[tuple[list, list]]:
+def encode_samples(tokenizer, talks: list[dict], max_length: int, respond=response_text) -> list[tuple[list, list]]:
     """(prompt ids, response ids) of every assistant message, the prompt exactly as serving renders it.
+
+    respond: (message, thinking) -> the text of what the model emits.
 
     Longer ones are left out.
     """
@@ -88,7 +90,7 @@ def encode_samples(tokenizer, talks: list[dict], max_length: int) -> list[tuple[
                 prompts.append(tokenizer.apply_chat_template(
                     talk["messages"][:i], tools=talk["tools"], thinking=talk["thinking"], add_generation_prompt=True,
                     tokenize=False))
-                responses.append(response_text(message, talk["thinking"]))
+                responses.append(respond(message, talk["thinking"]))
     batches = [tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
                for texts in (prompts, responses)]
     return [pair for pair in zip(*batches) if len(pair[0]) + len(pair[1]) <= max_length]

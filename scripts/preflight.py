@@ -26,7 +26,7 @@ import eagle3_capture  # noqa: E402  what the server will refuse
 from eagle3.forecast import Forecast  # noqa: E402
 from eagle3.servers import role_settings  # noqa: E402
 from eagle3.stage import SCRIPTS, UserError, parse_args, read_json, read_run_file, run  # noqa: E402
-from eagle3.target import TENSORS, Target, text_config  # noqa: E402
+from eagle3.target import TENSORS, Target, layer_rule, text_config  # noqa: E402
 from eagle3.tokens import load_tokenizer, token_id  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,12 +114,16 @@ def check_versions(run_file: dict, found: Findings) -> None:
                       "run `pip install .` in this folder with that Python")
 
 
-def check_sglang(run_file: dict, found: Findings, roles: set) -> None:
-    """Of the Python that serves: the one that the role's command names, or this one."""
+def check_sglang(run_file: dict, found: Findings, roles: set) -> str | None:
+    """Its version, of the Python that serves: the one that the role's command names, or this one."""
     python = (role(run_file, "extract")["command"] or [""])[0]
     python = python if Path(python).name.startswith("python") else sys.executable
+    command = [python, str(ROOT / "patches/sglang_patch.py"), "status"]
+    target, by_hooks = Path(str(run_file["target"])), "forward-hooks" in role(run_file, "extract")["flags"]
+    if "extract" in roles and not by_hooks and (target / "config.json").is_file():
+        command += ["--target", str(target)]
     try:
-        done = subprocess.run([python, str(ROOT / "patches/sglang_patch.py"), "status"], capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         return found.add(f"the servers' Python cannot be run ({error.strerror})", python,
                          "correct servers.plain.command")
@@ -131,8 +135,10 @@ def check_sglang(run_file: dict, found: Findings, roles: set) -> None:
         found.add(said, ROOT / "patches/sglang_patch.py",
                   "run `python3 patches/sglang_patch.py apply` again and restart servers")
     elif "extract" in roles and ": original" in said:
-        found.add(said, "role extract", "run `python3 patches/sglang_patch.py apply` before its server starts "
-                  "(quickstart.sh does it itself)", "warning")
+        found.add(said, "role extract", f"run `{' '.join(['python3 patches/sglang_patch.py apply', *command[3:]])}` "
+                  "before its server starts (quickstart.sh does it itself)", "warning")
+    version = re.search(r"\bsglang ([\w.+]+) at ", said)
+    return version and version[1]
 
 
 def check_servers(run_file: dict, found: Findings, roles: set) -> None:
@@ -295,11 +301,11 @@ def check_urls(run_file: dict, found: Findings, stages: list) -> None:
                           "make the port that of the server this stage asks (unless you start one yourself)", "warning")
 
 
-def check_target(run_file: dict, found: Findings) -> dict | None:
+def check_target(run_file: dict, found: Findings, sglang: str | None) -> dict | None:
     """The text config, if it can be read.
 
-    Findings: shards that are missing or cut short, tensors that are missing or quantised, and what the run file asks
-    of a smaller target.
+    Findings: shards that are missing or cut short, tensors that are missing or quantised, what the run file asks of a
+    smaller target, and layers that no ids of a drafter's name to the release that serves it (sglang: the one here).
     """
     folder = Path(str(run_file["target"]))
     try:
@@ -312,10 +318,17 @@ def check_target(run_file: dict, found: Findings) -> dict | None:
         check_tensors(Target(folder), found)
     except UserError as error:
         found.add(str(error), folder, "download the target's files again")
-    wanted = role(run_file, "extract")["env"].get("EAGLE3_CAPTURE_LAYERS", "")
-    if any(not 0 < int(layer) < layers for layer in re.findall(r"-?\d+", str(wanted))):
+    wanted = str(role(run_file, "extract")["env"].get("EAGLE3_CAPTURE_LAYERS", ""))
+    numbers, train = [int(layer) for layer in re.findall(r"-?\d+", wanted)], run_file["train"]
+    if any(not 0 < layer < layers for layer in numbers):
         found.add(f"capture layers {wanted}, the target has {layers}", "servers.extract.env",
                   f"name layers from 1 to {layers - 1}")
+    elif numbers and (version := train.get("serve-sglang-version") or sglang):
+        try:
+            layer_rule(folder, str(version), train.get("layer-id-rule")).ids(numbers)
+        except UserError as error:
+            what, remedy = str(error).split(". ", 1)
+            found.add(what, "train", remedy)
     draft_vocab = int(run_file["build_vocab"].get("draft-vocab-size", 0))
     if draft_vocab > vocab:
         found.add(f"draft vocabulary {draft_vocab}, the target's is {vocab}", "build_vocab",
@@ -414,13 +427,13 @@ def main(argv: list[str]) -> int:
     check(check_versions)
     check(check_limits)
     check(check_places, figures, stages)
+    version = check(check_sglang, roles) if roles else None
     if roles:
-        check(check_sglang, roles)
         check(check_servers, roles)
         check(check_gpus, roles, figures)
         check(check_ports, roles)
     check(check_urls, stages)
-    config = check(check_target)
+    config = check(check_target, version)
     if config is not None and set(stages) != {"04_train"}:
         check(check_tokenizer, config)
     errors, warnings = found.count("error"), found.count("warning")

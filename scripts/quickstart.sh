@@ -35,6 +35,8 @@ run=$(setting run_dir)  # one a line: only the last of several would stop the sc
 target=$(setting target)
 responses=$(setting generate.output-dir)
 hidden_states=$(setting extract.output-dir)
+# The one target that is neither stored nor brought along
+[ "$target" != .run/tiny_llama ] || [ -f "$target/config.json" ] || "$py" scripts/make_tiny_llama.py --output-dir "$target"
 [[ "$target" != */* ]] || [ -f "$target/config.json" ] || die 2 "$target: holds no config.json. Set \`target\` in $config to the target's folder."
 logs=$run/logs; mkdir -p "$logs"
 # Locks end with this script, however it dies: 8 is this run's, 9 shared by all whose Python has the same SGLang patched
@@ -46,10 +48,11 @@ say() { echo "$(date +%FT%T) quickstart $*"; }
 # A stage or server that gets SIGTERM when this script dies, by kill -9 too (PR_SET_PDEATHSIG lasts through exec)
 bound() { exec "$py" -c 'import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' "$@" 8>&- 9>&-; }
 
-server='' stage_pid=''
+server='' stage_pid='' patched='' model=()
 stop_server() { # the wrapper ends the server's whole process group
   [ -n "$server" ] || return 0
   kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; server=''
+  [ -n "$patched" ] || return 0
   flock -n 9 || { say "SGLang stays patched: another quickstart's server needs it"; return 0; }
   "$py" patches/sglang_patch.py restore >> "$logs/patch.log" 2>&1 || say "the patch could not be restored: read $logs/patch.log"
   flock -u 9
@@ -58,9 +61,21 @@ finish() { [ -z "$stage_pid" ] || kill "$stage_pid" 2>/dev/null || true; stop_se
 trap finish EXIT
 trap 'exit 130' INT; trap 'exit 143' TERM HUP
 
+needs_patch() { # a run whose server captures by SGLang's own hooks, or not at all, leaves SGLang as it is
+  "$py" -c '
+import pathlib, sys
+sys.path.insert(0, "scripts")
+from eagle3.servers import needs_patch
+from eagle3.stage import read_run_file
+sys.exit(not needs_patch(read_run_file(pathlib.Path(sys.argv[1])).get("servers")))' "$config" 2> /dev/null
+}
 start_server() {
-  flock -s 9
-  "$py" patches/sglang_patch.py apply >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
+  if needs_patch; then
+    patched=1
+    flock -s 9
+    [ ! -f "$target/config.json" ] || model=(--target "$target")
+    "$py" patches/sglang_patch.py apply "${model[@]}" >> "$logs/patch.log" 2>&1 || die 2 "the SGLang patch does not apply: $(tail -1 "$logs/patch.log")"
+  fi
   say "server of role extract (log: $logs/server_extract.log)"
   : > "$logs/serve.log"
   bound scripts/serve.py --config "$config" --role extract --log "$logs/server_extract.log" > "$logs/serve.log" 2>&1 & server=$!

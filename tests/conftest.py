@@ -104,7 +104,7 @@ def patched_sglang(tmp_path_factory):
     for info in source.parent.glob("sglang-*.dist-info"):
         shutil.copytree(info, overlay / info.name)  # the version is read from it
     patch = [sys.executable, str(ROOT / "patches/sglang_patch.py")]
-    subprocess.run([*patch, "apply", "--sglang-path", str(overlay / "sglang")], check=True)
+    subprocess.run([*patch, "apply", "--models", "deepseek_v2,llama", "--sglang-path", str(overlay / "sglang")], check=True)
     yield overlay
     subprocess.run([*patch, "restore", "--sglang-path", str(overlay / "sglang")], check=True)
     for folder in (source, overlay / "sglang"):
@@ -225,7 +225,7 @@ STARTS_SGLANG = {"engine", "patched_sglang", "workplace"}  # fixtures: what uses
 # What runs on one worker, in this order: files, or the tests of one with a fixture. Each group has servers of its own.
 ENGINE_GROUPS = {"engine_plain": ["test_benchmark", "test_generate"],
                  "engine_extract": ["test_follow", "test_extract"],
-                 "engine_capture": ["test_capture capturing", "test_serving", "test_capture", "test_patch"]}
+                 "engine_capture": ["test_capture capturing", "test_serving", "test_llama", "test_capture", "test_patch"]}
 ENGINE_ORDER = [(group, name) for group, names in ENGINE_GROUPS.items() for name in names]
 SLOWEST_FIRST = ["test_train", "test_generate"]  # of the files without servers: a long one that begins last would run alone
 

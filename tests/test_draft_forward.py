@@ -100,7 +100,7 @@ from eagle3.drafter import Drafter, Shape, draft_config, read_shape  # noqa: E40
 from eagle3.inputs import draft_shape  # noqa: E402
 from eagle3.stage import UserError  # noqa: E402
 from eagle3.states import sample_path  # noqa: E402
-from eagle3.target import captured_layers, layer_ids  # noqa: E402
+from eagle3.target import layer_rule  # noqa: E402
 from eagle3 import ttt  # noqa: E402
 from eagle3.ttt import ttt_pass  # noqa: E402
 
@@ -170,15 +170,15 @@ def test_sglang_computes_the_same_logits(kind, in_sglang, monkeypatch):
     assert torch.equal(theirs["hot_token_id"], draft.draft_ids)
 
 
-def up_to_0_5_12(layer_ids, num_layers):
-    """SGLang 0.5.12, srt/models/deepseek_v2.py, set_eagle3_layers_to_capture."""
+def adds_one(layer_ids, num_layers):
+    """SGLang's srt/models/llama.py in all releases, deepseek_v2.py up to 0.5.12: set_eagle3_layers_to_capture."""
     if layer_ids is None:
         return [2, num_layers // 2, num_layers - 3]
     return [val + 1 for val in layer_ids]
 
 
-def from_0_5_13(layer_ids, num_layers):
-    """SGLang 0.5.15.post1 and 0.5.23, the same function."""
+def first_id_rule(layer_ids, num_layers):
+    """deepseek_v2.py from 0.5.13 on."""
     if layer_ids is None:
         return [2, num_layers // 2, num_layers - 3]
     if layer_ids and layer_ids[0] == 1:
@@ -186,24 +186,72 @@ def from_0_5_13(layer_ids, num_layers):
     return list(layer_ids)
 
 
-@pytest.mark.parametrize("layers", [[3, 31, 59], [2, 4, 6], [2, 30, 58], [0, 4, 6]], ids=str)
-def test_exported_layer_ids_lead_both_rules_to_the_layers(layers):
-    for version in ("0.5.10", "0.5.11.post1", "0.5.12"):
-        if layers[0] == 0:
-            with pytest.raises(UserError, match="cannot capture"):
-                layer_ids(layers, version)
-        else:
-            assert up_to_0_5_12(layer_ids(layers, version), 61) == layers == captured_layers(layer_ids(layers, version), version)
-    for version in ("0.5.13", "0.5.15.post1", "0.5.23"):
-        assert from_0_5_13(layer_ids(layers, version), 61) == layers == captured_layers(layer_ids(layers, version), version)
-    config = draft_config(Shape(64, 4, 4, 16, 96, 512, 300, 1e-5, 5e4, 4096), {}, layer_ids([3, 31, 59], "0.5.12"), "bfloat16")
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 30, 58]  # the only place SGLang looks at
+def gpt_oss_from_0_5_17(layer_ids, num_layers):
+    if layer_ids is None:
+        return [2, num_layers // 2, num_layers - 3]
+    if layer_ids and max(layer_ids) == num_layers:
+        return list(layer_ids)
+    return [val + 1 for val in layer_ids]
 
 
-def test_layers_that_no_ids_express_are_refused():
-    with pytest.raises(UserError, match="cannot capture layers"):
-        layer_ids([1, 4, 6], "0.5.23")  # [1, ...] would be read as 2, ..., and [0, ...] as 0
-    assert up_to_0_5_12(layer_ids([1, 4, 6], "0.5.12"), 61) == [1, 4, 6]
+def target_of(folder: Path, architecture: str, layers: int = 61) -> Path:
+    """A target's config.json; wrappers have the text model's below."""
+    text = {"num_hidden_layers": layers}
+    wrapped = {"text_config": text} if architecture.endswith("ConditionalGeneration") else text
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **wrapped}))
+    return folder
+
+
+OLD, NEW = ("0.5.10", "0.5.11.post1", "0.5.12", "0.5.12.post1"), ("0.5.13", "0.5.15.post1", "0.5.23", "0.5.23.dev7+g1")
+SERVED = [("KimiK25ForConditionalGeneration", OLD, adds_one), ("KimiK25ForConditionalGeneration", NEW, first_id_rule),
+          ("DeepseekV3ForCausalLM", OLD, adds_one), ("DeepseekV3ForCausalLM", NEW, first_id_rule),
+          *((name, OLD + NEW, adds_one) for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM",
+                                                     "Llama4ForConditionalGeneration", "Qwen3MoeForCausalLM")),
+          ("GptOssForCausalLM", ("0.5.16",), adds_one), ("GptOssForCausalLM", ("0.5.17", "0.5.23"), gpt_oss_from_0_5_17)]
+
+
+@pytest.mark.parametrize("architecture, releases, theirs", SERVED)
+def test_exported_layer_ids_lead_every_rule_to_the_layers(architecture, releases, theirs, tmp_path):
+    target = target_of(tmp_path, architecture)
+    for version in releases:
+        rule = layer_rule(target, version)
+        for layers in ([3, 31, 59], [5, 15, 25], [2, 4, 6], [2, 30, 58], [1, 4, 6], [3, 31, 60], [0, 4, 6]):
+            try:
+                ids = rule.ids(layers)
+            except UserError as why:
+                assert "cannot capture" in str(why)
+                tries = [[layer - by for layer in layers] for by in (0, 1)]
+                assert not any(theirs(ids, 61) == layers for ids in tries if min(ids) >= 0)
+                assert layers[0] == (1 if theirs is first_id_rule else 0)
+            else:
+                assert theirs(ids, 61) == layers == rule.captured(ids), version
+        for ids in (None, [1, 2, 3], [2, 30, 58], [3, 31, 61]):
+            assert rule.captured(ids) == theirs(ids, 61), (version, ids)
+
+
+def test_the_ids_of_layers_5_15_25(tmp_path):
+    """Llama's are 4, 14, 24 in every release; DeepSeek's became 5, 15, 25 with 0.5.13."""
+    llama, deepseek = target_of(tmp_path / "l", "LlamaForCausalLM"), target_of(tmp_path / "d", "DeepseekV3ForCausalLM")
+    for version, theirs in (("0.5.10", [4, 14, 24]), ("0.5.23", [5, 15, 25])):
+        assert layer_rule(llama, version).ids([5, 15, 25]) == [4, 14, 24]
+        assert layer_rule(deepseek, version).ids([5, 15, 25]) == theirs
+    config = draft_config(Shape(64, 4, 4, 16, 96, 512, 300, 1e-5, 5e4, 4096), {}, [4, 14, 24], "bfloat16")
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [4, 14, 24]  # the only place SGLang looks at
+
+
+@pytest.mark.parametrize("architecture, version", [
+    ("NobodysForCausalLM", "0.5.23"), ("Qwen3_5ForCausalLM", "0.5.21"), ("MindSporeForCausalLM", "0.5.23"),
+    ("LlamaForCausalLM", "0.5.9"), ("LlamaForCausalLM", "0.5.24"), ("LlamaForCausalLM", "0.6.0")])
+def test_a_target_or_release_that_the_table_lacks_is_refused(architecture, version, tmp_path):
+    target = target_of(tmp_path, architecture)
+    with pytest.raises(UserError, match="say with --layer-id-rule what it does: add-one or as-given") as refused:
+        layer_rule(target, version)
+    assert f"SGLang {version} with {architecture}" in str(refused.value)
+    assert layer_rule(target, version, "add-one").ids([5, 15, 25]) == [4, 14, 24]
+    assert layer_rule(target, version, "as-given").ids([5, 15, 25]) == [5, 15, 25]
+    with pytest.raises(UserError, match="'nightly' is no version of SGLang"):
+        layer_rule(target, "nightly")
 
 
 def test_kimis_sizes_are_exported_as_they_are():

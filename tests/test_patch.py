@@ -16,10 +16,12 @@ from conftest import ROOT, TINY_KIMI, Engine, load_script, post, sglang_package
 
 VERSIONS = json.loads((ROOT / "patches/versions.json").read_text())
 TARGET = "srt/models/deepseek_v2.py"
+CAPTURES = ("srt/eagle3_capture.py", "srt/eagle3_capture_files.py")
 
 
-def run(folder: Path, *argv: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-B", str(ROOT / "patches/sglang_patch.py"), *argv, "--sglang-path", str(folder)]
+def run(folder: Path, *argv) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-B", str(ROOT / "patches/sglang_patch.py"), *map(str, argv), "--sglang-path",
+               str(folder)]
     return subprocess.run(command, text=True, capture_output=True)
 
 
@@ -38,43 +40,149 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def sglang(tmp_path) -> Path:
-    """The installed sglang's version and target file, nothing else of it."""
+    """The installed sglang's version and the files that are patched, nothing else of it."""
     folder = tmp_path / "sglang"
     (folder / TARGET).parent.mkdir(parents=True)
-    for name in (TARGET, "_version.py"):
+    for name in ("_version.py", *(f"srt/models/{name}.py" for name in VERSIONS["files"])):
         shutil.copy(sglang_package() / name, folder / name)
     return folder
 
 
+def rules_of(release: str) -> dict[str, str]:
+    """{model file: "<rule>: <architectures>"} of versions.json for one release."""
+    order = load_script("sglang_patch").release_order
+    found = {stem: [entry for first, entry in since.items() if order(first) <= order(release)][-1:]
+             for stem, since in VERSIONS["layer_rules"].items()}
+    return {stem: entries[0] for stem, entries in found.items() if entries and entries[0]}
+
+
 def test_versions_have_their_form_and_hold_the_installed_one():
-    assert {"0.5.15.post1", "0.5.23"} <= set(VERSIONS)
-    assert all(re.fullmatch(r"0\.5\.\d+(\.post\d+)?", version) for version in VERSIONS)
-    assert all(re.fullmatch(r"[0-9a-f]{64}", known) for known in VERSIONS.values())
-    patcher = load_script("sglang_patch")
-    assert list(VERSIONS) == sorted(VERSIONS, key=patcher.release_order)
-    installed = patcher.Installation(sglang_package())
-    assert VERSIONS[installed.version] == hashlib.sha256((sglang_package() / TARGET).read_bytes()).hexdigest(), \
+    patcher, releases = load_script("sglang_patch"), VERSIONS["releases"]
+    assert {"0.5.15.post1", "0.5.23"} <= set(releases) and releases == sorted(releases, key=patcher.release_order)
+    assert all(re.fullmatch(r"0\.5\.\d+(\.post\d+)?", release) for release in releases)
+    for name, known in VERSIONS["files"].items():
+        assert all(re.fullmatch(r"[0-9a-f]{64}", sha256) for sha256 in known)
+        of = [release for said in known.values() for release in said.split()]
+        assert of == releases[releases.index(of[0]):], name  # each release from the first on, once
+    installed = patcher.Installation(sglang_package(), VERSIONS, list(VERSIONS["files"]))
+    assert installed.version == "0.5.23" and all(map(installed.known, installed.files.values())), \
         "the SGLang of this Python is not the release's own: was it patched in place?"
 
 
-def test_apply_status_restore(sglang):
-    before = files(sglang)
-    assert run(sglang, "status").stdout.endswith("sglang: original\n")
-    applied = run(sglang, "apply")
+def test_layer_rules_are_those_of_the_installed_sources():
+    """Those of every release: test_every_release_from_the_package_index."""
+    rules = load_script("layer_rules")
+    found, unclear = rules.Release(rules.read_texts(sglang_package())).table()
+    assert found == rules_of("0.5.23") and list(unclear) == ["MindSporeForCausalLM"]
+
+
+METHOD = """
+class Toy:
+    def __init__(self):
+        self.language_model = {built}
+
+    def set_eagle3_layers_to_capture(self, layer_ids=None):
+        if not self.pp_group.is_last_rank:
+            return
+        self.capture_aux_hidden_states = True
+        {body}
+
+    def forward(self):
+        pass
+
+
+class Child(Toy):
+    pass
+
+EntryClass = [Child]
+"""
+BRANCHES = """if layer_ids is None:
+            layers = self.config.num_hidden_layers
+            self.model.layers_to_capture = [2, layers // 2, layers - 3]
+        else:
+            self.model.layers_to_capture = {}"""
+HANDED_ON = "self.language_model.set_eagle3_layers_to_capture(layer_ids)"
+
+
+@pytest.mark.parametrize("body, built, rule", [
+    (BRANCHES.format("[val + 1 for val in layer_ids]"), "None", "add-one: Child"),
+    (BRANCHES.format("[number + 1 for number in layer_ids]"), "None", "add-one: Child"),
+    (BRANCHES.format("[val + 2 for val in layer_ids]"), "None", None),
+    (BRANCHES.format("[val - 1 for val in layer_ids]"), "None", None),
+    (BRANCHES.format("list(layer_ids)"), "None", None),  # of a model that is asked: none did so far
+    (BRANCHES.format("self.mend([val + 1 for val in layer_ids])"), "None", None),
+    (BRANCHES.format("[val + 1 for val in layer_ids]") + "\n        self.model.layers_to_capture.sort()", "None", None),
+    (BRANCHES.format("[val + 1 for val in layer_ids]").replace("// 2", "// 3"), "None", None),
+    (BRANCHES.format("[val + 1 for val in layer_ids]").replace("is None", "== []"), "None", None),
+    ("if layer_ids is not None:\n            self.model.layers_to_capture = layer_ids", "None", None),
+    (HANDED_ON, "Other()", "add-one: Child"), (HANDED_ON, "Other() if small else Child()", None),
+    (HANDED_ON, "choose()", None),
+    ("while True:\n            pass", "None", None)])
+def test_what_the_sources_do_is_followed_or_not_understood(body, built, rule):
+    rules = load_script("layer_rules")
+    other = METHOD.format(built="None", body=BRANCHES.format("[val + 1 for val in layer_ids]")).replace("Toy", "Other")
+    texts = {"toy": METHOD.format(body=body, built=built), "other": other.replace("EntryClass = [Child]", "")}
+    texts["toy"] = "from sglang.srt.models.other import Other\n" + texts["toy"]
+    found, unclear = rules.Release(texts).table()
+    if rule is None:
+        assert not found and list(unclear) == ["Child"], found
+    else:
+        assert list(found.values()) == [rule] and list(found) == ["other" if built != "None" else "toy"], unclear
+
+
+@pytest.mark.parametrize("models", ["deepseek_v2", "llama,qwen3_moe", ",".join(VERSIONS["files"])])
+def test_apply_status_restore(sglang, models):
+    before, names = files(sglang), [f"srt/models/{name}.py" for name in models.split(",")]
+    which = ("--models", models) if models != "deepseek_v2" else ()  # that is the default
+    assert run(sglang, "status", *which).stdout.endswith("sglang: original\n")
+    applied = run(sglang, "apply", *which)
     assert applied.returncode == 0
-    assert re.search(r": patched \(patch [0-9a-f]{12}, the original is kept as .*\)\n$", applied.stdout)
-    assert run(sglang, "status").stdout == applied.stdout
+    assert re.search(rf": patched \(patch [0-9a-f]{{12}}, in {models.replace(',', ', ')}; .*\)\n$", applied.stdout)
+    assert run(sglang, "status", *which).stdout == applied.stdout
     patched = files(sglang)
-    names = ("eagle3_capture.py", "eagle3_capture_files.py")
-    assert set(patched) - set(before) == {*(f"srt/{name}" for name in names), f"{TARGET}.eagle3_original"}
-    assert all(patched[f"srt/{name}"] == (ROOT / "patches" / name).read_bytes() for name in names)
-    assert patched[f"{TARGET}.eagle3_original"] == before[TARGET]
-    added = set(patched[TARGET].decode().splitlines()) - set(before[TARGET].decode().splitlines())
-    assert len(added) <= 6 and patched[TARGET].decode().count("eagle3_capture.capture(") == 1
-    assert run(sglang, "apply").stdout == applied.stdout and files(sglang) == patched  # once more changes nothing
+    assert set(patched) - set(before) == {*CAPTURES, *(f"{name}.eagle3_original" for name in names)}
+    assert all(patched[name] == (ROOT / "patches" / Path(name).name).read_bytes() for name in CAPTURES)
+    assert {name for name in before if patched[name] != before[name]} == set(names)
+    for name in names:
+        assert patched[f"{name}.eagle3_original"] == before[name]
+        added = set(patched[name].decode().splitlines()) - set(before[name].decode().splitlines())
+        assert len(added) <= 6 and patched[name].decode().count("eagle3_capture.capture(") == 1
+    assert run(sglang, "apply", *which).stdout == applied.stdout and files(sglang) == patched  # again changes nothing
     assert run(sglang, "restore").stdout.endswith(": original\n")
     assert files(sglang) == before
     assert run(sglang, "restore").returncode == 0 and files(sglang) == before
+
+
+def target(folder: Path, architecture: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    return folder
+
+
+def test_the_files_are_chosen_by_the_targets_config(sglang, tmp_path):
+    before = files(sglang)
+    mistral = target(tmp_path / "mistral", "MistralForCausalLM")  # inherits Llama's forward
+    assert ": original\n" in run(sglang, "status", "--target", mistral).stdout
+    assert ", in llama; " in run(sglang, "apply", "--target", mistral).stdout
+    assert ": original in deepseek_v2 (patched in llama)\n" in run(sglang, "status").stdout
+    assert ", in deepseek_v2, llama; " in run(sglang, "apply", "--target", TINY_KIMI).stdout
+    for chosen in (("--models", "llama"), ("--target", mistral), ()):
+        assert ": patched (" in run(sglang, "status", *chosen).stdout
+    patched = files(sglang)
+    (sglang / "srt/models/llama.py").write_bytes(patched["srt/models/llama.py"] + b"# somebody's own line\n")
+    assert "its llama.py is not the one" in refused(sglang, "restore")  # neither file is touched
+    (sglang / "srt/models/llama.py").write_bytes(patched["srt/models/llama.py"])
+    assert run(sglang, "restore").returncode == 0 and files(sglang) == before
+
+
+@pytest.mark.parametrize("architecture, words", [
+    ("Gemma3ForCausalLM", "in no file that this patch knows (deepseek_v2, "),  # its file has another anchor
+    ("MellumForCausalLM", "in no file that this patch knows"),  # Qwen3-MoE's rule, a forward of its own
+    ("NobodysForCausalLM", "Capture with --forward-hooks")])
+def test_a_target_of_another_file_is_refused(sglang, tmp_path, architecture, words):
+    assert words in refused(sglang, "apply", "--target", target(tmp_path / "target", architecture))
+    assert "no architectures to be read there" in refused(sglang, "apply", "--target", tmp_path)
+    assert "--models llama2: this patch knows deepseek_v2, " in refused(sglang, "apply", "--models", "llama,llama2")
 
 
 def test_a_changed_file_is_refused(sglang):
@@ -143,8 +251,8 @@ def test_a_version_can_be_added(sglang, tmp_path):
         return subprocess.run(command, text=True, capture_output=True)
 
     assert own("apply", "--add-version").returncode == 0
-    assert set(json.loads((patches / "versions.json").read_text())) - set(VERSIONS) == {
-        f"0.5.23+eagle3.{hashlib.sha256(before[TARGET]).hexdigest()[:8]}"}
+    known, here = json.loads((patches / "versions.json").read_text()), hashlib.sha256(before[TARGET]).hexdigest()
+    assert known["files"]["deepseek_v2"].pop(here) == "0.5.23" and known == VERSIONS
     assert ": patched (" in own("status").stdout
     assert own("restore").returncode == 0 and files(sglang) == before
 
@@ -170,7 +278,7 @@ def test_who_could_read_the_original_can_read_what_is_written(sglang):
     old = os.umask(0o077)
     try:
         run(sglang, "apply")
-        written = (TARGET, "srt/eagle3_capture.py", f"{TARGET}.eagle3_original")
+        written = (TARGET, CAPTURES[0], f"{TARGET}.eagle3_original")
         assert {oct((sglang / name).stat().st_mode & 0o777) for name in written} == {"0o644"}
         run(sglang, "restore")
         assert oct((sglang / TARGET).stat().st_mode & 0o777) == "0o644"
@@ -197,29 +305,27 @@ def test_a_patched_server_without_the_variable_is_the_original(engine, patched_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS["releases"])
 def test_every_release_from_the_package_index(version, tmp_path):
-    """Run when versions.json or the patcher changes: each release's wheel, apply -> compile -> status -> restore."""
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",
-                    "-d", str(tmp_path), f"sglang=={version}"], check=True)
-    wheel, = tmp_path.glob("sglang-*.whl")
+    """Run when versions.json or the patcher changes: each release's wheel, its rules, apply -> compile -> restore."""
+    rules = load_script("layer_rules")
+    wheel = rules.wheel(version, tmp_path)
+    found, unclear = rules.Release(rules.read_texts(wheel)).table()
+    assert found == rules_of(version) and list(unclear) == ["MindSporeForCausalLM"]
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if name in (f"sglang/{TARGET}", "sglang/_version.py", "sglang/srt/server_args.py") \
-                    or name.startswith("sglang/srt/arg_groups/fields/"):
+            if re.fullmatch(r"sglang/(srt/models/\w+|_version|srt/server_args|srt/arg_groups/fields/\w+)\.py", name):
                 archive.extract(name, tmp_path)
     wheel.unlink()
     folder = tmp_path / "sglang"
     before = files(folder)
-    assert hashlib.sha256(before[TARGET]).hexdigest() == VERSIONS[version]
-    assert f"sglang {version} at" in run(folder, "apply").stdout
-    assert ": patched (" in run(folder, "status").stdout
-    compile((folder / TARGET).read_text(), TARGET, "exec")
+    there = [name for name in VERSIONS["files"] if f"srt/models/{name}.py" in before and name in found]
+    assert set(VERSIONS["files"]) - set(there) <= {"glm4_moe_lite"}  # deepseek_v2 served it up to 0.5.12
+    assert f"sglang {version} at" in run(folder, "apply", "--models", ",".join(there)).stdout
+    assert ": patched (" in run(folder, "status", "--models", ",".join(there)).stdout
+    for name in there:
+        compile((folder / f"srt/models/{name}.py").read_text(), name, "exec")
     assert run(folder, "restore").returncode == 0 and files(folder) == before
-    # How layer ids become layers, from the release's own source: the capture module and 04's exporter rely on it
-    text = before[TARGET].decode()
-    adds_always = "if layer_ids and layer_ids[0] == 1" not in text
-    assert adds_always == (load_script("sglang_patch").release_order(version) < [0, 5, 13])
     # Flags the capture module refuses by: a release that renames one would not be refused any more
     names = "".join(before[name].decode() for name in before if name == "srt/server_args.py" or "/fields/" in name)
     for name in ("disable_radix_cache", "enable_dp_attention", "pp_size", "enable_two_batch_overlap", "attn_cp_size",

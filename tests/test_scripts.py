@@ -296,7 +296,7 @@ def test_the_patch_stays_while_another_quickstart_needs_it(needed, tmp_path):
     with open(tmp_path / "lock", "w") as other:
         if needed:
             fcntl.flock(other, fcntl.LOCK_SH)
-        done = subprocess.run(["bash", "-euc", f"py=echo logs=.; say() {{ echo $*; }}; {function}\nexec 9>>lock; flock -s 9; "
+        done = subprocess.run(["bash", "-euc", f"py=echo logs=. patched=1; say() {{ echo $*; }}; {function}\nexec 9>>lock; flock -s 9; "
                                "sleep 60 & server=$!; stop_server"], cwd=tmp_path, text=True, capture_output=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert ("SGLang stays patched" in done.stdout) == needed

@@ -132,7 +132,8 @@ def write_target(folder: Path, vocab=97, hidden=32, heads=4, head_dim=8, interme
             "intermediate_size": intermediate,
             "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 4096, "bos_token_id": 0,
             "eos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps({"text_config": text}))
+    config = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config))
     save_file({f"{prefix}model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator).to(dtype),
                f"{prefix}model.norm.weight": torch.ones(hidden, dtype=dtype),
                f"{prefix}lm_head.weight": (torch.randn(vocab, hidden, generator=generator) * 0.5).to(dtype)},

@@ -208,7 +208,7 @@ class Session:
         given, n_rows = self.args.answers == "given", self.store.n_rows
         if n_rows:
             bare = sum(n for (_, how), n in self.store.thought.items() if how == "bare")
-            if self.args.thinking == "on" and self.tokens.think is not None and bare == n_rows >= BARE:
+            if bare == n_rows >= BARE and self.tokens.must_reason():
                 raise UserError(
                     f"thinking is on, and not one of {n_rows} answers holds reasoning"
                     + (". Use --thinking off" if given

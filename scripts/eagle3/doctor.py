@@ -19,7 +19,7 @@ from eagle3.responses import part_files, read_jsonl
 from eagle3.sglang_draft import (ARCHITECTURE, Loaded, aux_states, completed, is_llama, loaded, norms, wanted,
                                  weight_files)
 from eagle3.stage import UserError, sha256_file
-from eagle3.target import Target, captured_layers, text_config
+from eagle3.target import Target, layer_rule, text_config
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORM_TENSORS = ("fc_norm.", "input_norm.", "aux_norm_")
@@ -103,13 +103,11 @@ class Facts:
 # ---- config.json ----
 def served_layers(facts: Facts) -> list[int]:
     """The layers whose input this server hands to the draft, ascending: the model meets them in its own order."""
-    ids = facts.eagle_config.get(LAYER_IDS)
-    if ids is None:
-        return captured_layers(None, "", text_config(facts.target)["num_hidden_layers"])
     try:
-        return sorted(captured_layers(ids, facts.server["version"]))
-    except UserError:
-        facts.lacks(f"the server calls itself SGLang {facts.server['version']}, and ids mean layers by version")
+        rule = layer_rule(facts.target, facts.server["version"], facts.provenance.get("layer_id_rule"))
+        return sorted(rule.captured(facts.eagle_config.get(LAYER_IDS)))
+    except UserError as why:
+        facts.lacks(f"the server calls itself SGLang {facts.server['version']}: {why}")
 
 
 def check_capture_layers(facts: Facts) -> Found:

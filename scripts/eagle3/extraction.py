@@ -286,9 +286,8 @@ class Extraction:
             if waited > FIRST_FILE_S and not server.working():
                 asked = time.monotonic()  # what hangs does not write
             elif waited > FIRST_FILE_S and self.last_file is None and not any(self.incoming.rglob("*.safetensors*")):
-                raise UserError(f"{server.url} answered, but nothing appeared in {self.incoming}. Patch its SGLang "
-                                "(patches/sglang_patch.py apply) and start it with EAGLE3_CAPTURE_DIR set to that "
-                                "folder.")
+                raise UserError(f"{server.url} answered, but nothing appeared in {self.incoming}. "
+                                f"{server.how_to_capture()} and start it with EAGLE3_CAPTURE_DIR set to that folder.")
             elif waited > NEXT_FILE_S:
                 raise UserError(f"{server.url} answered, but the file of {sample.id} did not appear in {waited:.0f} s "
                                 f"({free_bytes(self.folder) / 1e9:,.1f} GB free). Read the server's log, then run the "

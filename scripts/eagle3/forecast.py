@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from eagle3.drafter import Shape
+from eagle3.recipe import usual_kv_heads
 from eagle3.stage import UserError, raising, read_json
 
 KIMI = dict(hidden_size=7168, num_hidden_layers=61, num_attention_heads=64, q_lora_rank=1536, kv_lora_rank=512,
@@ -44,7 +45,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--max-length", type=int, default=4096, help="03's cut; --mean-length is meant after it")
     add("--capture-layers", type=int, default=3, metavar="N", help="states kept per token besides the last one")
     add("--draft-vocab-size", type=int, default=32000)
-    add("--num-kv-heads", type=int, help="of the drafter (default as in 04: 8)")
+    add("--num-kv-heads", type=int, help="of the drafter (default as in 04: the target's, with MLA 8)")
     add("--max-disk-gb", type=float, metavar="GB",
         help="03's bound on samples that lie on the disk (04 --follow trains on them meanwhile)")
     add("--epochs", type=int, default=5)
@@ -183,8 +184,8 @@ def drafter_shape(c: dict, draft_vocab: int, kv_heads: int | None) -> Shape:
     """The drafter that 04 makes for this target when nothing else is asked for."""
     heads = c["num_attention_heads"]
     head_dim = c.get("v_head_dim") or c.get("head_dim") or c["hidden_size"] // heads
-    return Shape(c["hidden_size"], heads, kv_heads or (8 if heads % 8 == 0 else heads), head_dim,
-                 c["intermediate_size"], c["vocab_size"], draft_vocab, 1e-5, 1e4, 0)
+    return Shape(c["hidden_size"], heads, kv_heads or usual_kv_heads(c, heads), head_dim, c["intermediate_size"],
+                 c["vocab_size"], draft_vocab, 1e-5, 1e4, 0)
 
 
 def parameters(shape: Shape) -> dict[str, int]:

@@ -11,10 +11,10 @@ import torch
 
 from eagle3.drafter import Shape, aux_norm_of, draft_config, served_from
 from eagle3.journal import read_facts
-from eagle3.recipe import fill_kind
+from eagle3.recipe import fill_kind, old_config, usual_kv_heads
 from eagle3.stage import SCHEMA, UserError, read_json, read_manifest, sha256_file
 from eagle3.states import layer_list
-from eagle3.target import Target, layer_ids, version_numbers
+from eagle3.target import Target, layer_rule, version_numbers
 from eagle3.vocabulary import read_mapping
 
 
@@ -36,13 +36,14 @@ class Inputs:
     def provenance(self, args, step: int, prediction: dict | None, agreement: float) -> dict:
         """eagle3.json: what the drafter was made from, and what serving it should show (05_benchmark compares).
 
-        args: serve_sglang_version, max_seq_len; agreement: share of response tokens that are the target's argmax.
+        args: serve_sglang_version, layer_id_rule, max_seq_len; agreement: share of response tokens that are the target's argmax.
         """
         offsets = self.draft_ids - torch.arange(len(self.draft_ids))
         captured_by = self.facts["sglang_version"]
         return {"schema": SCHEMA, "step": step, "prediction": prediction, "capture_layers": self.layers,
                 "target": self.facts["target"], "sglang_version": captured_by,
                 "serve_sglang_version": args.serve_sglang_version or captured_by,
+                **({"layer_id_rule": args.layer_id_rule} if args.layer_id_rule else {}),
                 "served_from": served_from(self.shape),
                 "hidden_states_manifest": self.hashes.get("hidden_states"),
                 "vocab_mapping_manifest": self.hashes["vocab_mapping"], "hidden_size": self.shape.hidden,
@@ -54,11 +55,15 @@ class Inputs:
 def draft_shape(args, target: dict, draft_vocab: int, aux_states: int = 3) -> Shape:
     """The drafter's sizes: flags, else those of --finetune-from, else the target's. Raises UserError.
 
+    A folder that was begun goes on with its KV heads: their default was another one once.
+
     target: its text config; aux_states: how many layers were captured.
     """
     old = read_json(args.finetune_from / "config.json") if args.finetune_from else {}
     heads = args.num_heads or old.get("num_attention_heads") or target["num_attention_heads"]
-    kv_heads = args.num_kv_heads or old.get("num_key_value_heads") or (8 if heads % 8 == 0 else heads)
+    begun = ((old_config(args.output_dir) if args.output_dir else None) or {}).get("draft") or {}
+    kv_heads = (args.num_kv_heads or begun.get("kv_heads") or old.get("num_key_value_heads")
+                or usual_kv_heads(target, heads))
     theta = target.get("rope_theta") or (target.get("rope_parameters") or {}).get("rope_theta") or 10000.0
     positions = args.max_position_embeddings or old.get("max_position_embeddings")
     head_dim = args.head_dim or old.get("head_dim") or target.get("v_head_dim") or target.get("head_dim")
@@ -93,7 +98,7 @@ def read_inputs(args, say) -> Inputs:
     version = args.serve_sglang_version or facts["sglang_version"]
     fill_kind(args, version)
     shape = draft_shape(args, target.config, len(draft_ids), len(layers))
-    ids = layer_ids(layers, version)
+    ids = layer_rule(args.verifier_path, version, args.layer_id_rule).ids(layers)
     if version_numbers(version) < version_numbers(served_from(shape)):
         raise UserError(f"SGLang {version} does not serve a drafter of this kind ({len(layers)} aux states, "
                         f"{shape.layers} layers, norms {shape.aux_norm or 'none'} / output {shape.norm_output}): it "

@@ -216,6 +216,15 @@ class Server:
                     return {}
         return {}
 
+    def how_to_capture(self) -> str:
+        """What to do with a server that captures nothing, by the way in which it was started to. Raises OSError."""
+        told = self.describe("/server_info")
+        if told.get("forward_hooks"):
+            return ("Its --forward-hooks must name eagle3_capture:forward_hook for the decoder without its head "
+                    "(patches/README.md): put patches/ on its PYTHONPATH")
+        target = f" --target {told['model_path']}" if told.get("model_path") else ""
+        return f"Patch its SGLang (patches/sglang_patch.py apply{target})"
+
     def vocab_size(self) -> int | None:
         """Of its model, where that is a folder that can be read here. Raises OSError, UserError (no right)."""
         folder = self.describe("/model_info").get("model_path")

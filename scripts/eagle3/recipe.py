@@ -56,6 +56,18 @@ def fill_kind(args, version: str) -> None:
         raise UserError("--fc-norm and --norm-before-fc both norm what fc is fed. Choose one.")
 
 
+def usual_kv_heads(target: dict, heads: int) -> int:
+    """KV heads of a drafter with so many heads where nothing names them. target: its text config.
+
+    The target's own where it has some (MHA, GQA); where its attention is MLA, whose config names as many KV heads as
+    heads, 8, for the drafter's cache to stay small.
+    """
+    own = target.get("num_key_value_heads")
+    if own and "kv_lora_rank" not in target and heads % own == 0:
+        return own
+    return 8 if heads % 8 == 0 else heads
+
+
 def usual_rate(optimizer: str, hidden: int, step_tokens: int) -> float:
     """The peak learning rate for a drafter of this width and so many tokens an optimizer step, two digits of it."""
     rate, power = RATES[optimizer]

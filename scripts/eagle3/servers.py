@@ -95,6 +95,12 @@ def server_command(servers: dict, role: str) -> tuple[list[str], dict[str, str]]
     return argv, {str(key): str(value) for key, value in env.items() if value is not None}
 
 
+def needs_patch(servers: dict) -> bool:
+    """Whether the role `extract` captures, and by the patch, not by SGLang's own hooks. Raises UserError."""
+    settings = role_settings(servers, "extract")
+    return "EAGLE3_CAPTURE_DIR" in {**os.environ, **settings["env"]} and not settings["flags"].get("forward-hooks")
+
+
 def flag_value(argv: list[str], flag: str, default: str) -> str:
     """The value of `flag` in a command: of its last mention, as argparse reads it."""
     for at in reversed(range(len(argv))):

@@ -5,12 +5,14 @@ Shapes: H hidden, Vt target vocabulary.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.stage import UserError, read_json
 
 TENSORS = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight", "norm": "model.norm.weight"}
 FLOATS = ("BF16", "F16", "F32")  # safetensors' names
+VERSIONS = Path(__file__).resolve().parents[2] / "patches/versions.json"
 NEEDED_KEYS = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 
 
@@ -104,32 +106,74 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return files
 
 
-# ---- layers: "layer L" is the residual stream entering layer L; SGLang's ids mean other layers to other versions ----
+# ---- layers: "layer L" is the residual stream entering layer L ----
 def version_numbers(version: str) -> tuple[int, ...]:
     """(0, 5, 15) of "0.5.15.post1". Raises UserError: the layer ids hang on them."""
-    numbers = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
+    return release_numbers(version)[:3]
+
+
+def release_numbers(version: str) -> tuple[int, ...]:
+    """(0, 5, 15, 1) of "0.5.15.post1"; what else a version may say (dev, +cu128) changes no order."""
+    numbers = re.match(r"v?(\d+)\.(\d+)\.(\d+)(?:\.post(\d+))?", version)
     if not numbers:
         raise UserError(f"{version!r} is no version of SGLang. Name one with --serve-sglang-version, like 0.5.23.")
-    return tuple(map(int, numbers.groups()))
+    return tuple(int(number or 0) for number in numbers.groups())
 
 
-def captured_layers(ids: list[int] | None, version: str, num_layers: int | None = None) -> list[int]:
-    """The layers whose input SGLang captures for `eagle_aux_hidden_state_layer_ids`, in its order; for None its own.
+# What set_eagle3_layers_to_capture makes of a drafter's eagle_aux_hidden_state_layer_ids, of N layers. Which target has
+# which rule in which release stands in patches/versions.json, read in SGLang's sources by scripts/layer_rules.py.
+RULES = {"as-given": lambda ids, N: ids,
+         "add-one": lambda ids, N: [i + 1 for i in ids],
+         "add-one-if-first-is-1": lambda ids, N: [i + 1 for i in ids] if ids[:1] == [1] else ids,
+         "add-one-unless-max-is-N": lambda ids, N: ids if max(ids, default=0) == N else [i + 1 for i in ids],
+         "add-one-default-too": lambda ids, N: [i + 1 for i in ids]}
 
-    DeepseekV2ForCausalLM.set_eagle3_layers_to_capture: up to 0.5.12 it adds 1 to each id, later only if the first is 1.
+
+@dataclass(frozen=True)
+class LayerRule:
+    """How one SGLang release reads the layer ids for one target. `layer_rule` finds it."""
+    name: str  # of RULES
+    num_layers: int | None
+    where: str  # for messages: target and release
+
+    def captured(self, ids: list[int] | None) -> list[int]:
+        """The layers whose input is captured for these ids, in their order; for None the server's own choice."""
+        N = self.num_layers
+        if N is None and (ids is None or self.name == "add-one-unless-max-is-N"):
+            raise UserError(f"{self.where}: config.json has no num_hidden_layers, on which the captured layers hang.")
+        default = [2, N // 2, N - 3] if ids is None else []
+        if ids is None and self.name != "add-one-default-too":
+            return default
+        return list(RULES[self.name](default or list(ids), N))
+
+    def ids(self, layers: list[int]) -> list[int]:
+        """The ids for which `layers` are captured: what a drafter's config.json must say. Raises UserError: none do."""
+        below = [layer - 1 for layer in layers]
+        # [1, ...] means the same to every release and model: take it where it can be had
+        for ids in (below, layers) if layers[0] == 2 else (layers, below):
+            if min(ids) >= 0 and self.captured(ids) == layers:
+                return list(ids)
+        raise UserError(f"{self.where} cannot capture layers {layers}: no eagle_aux_hidden_state_layer_ids lead there "
+                        f"({self.name}). Extract other layers.")
+
+
+def layer_rule(folder: Path, version: str, meant: str | None = None) -> LayerRule:
+    """How SGLang `version` reads layer ids for the target in `folder`; meant: the rule's name, where the user says it.
+
+    Raises UserError where the table knows neither release nor target: a wrong guess is a drafter that drafts nothing.
     """
-    if ids is None:
-        return [2, num_layers // 2, num_layers - 3]
-    always_adds = version_numbers(version) <= (0, 5, 12)
-    return [layer + 1 for layer in ids] if always_adds or ids[0] == 1 else list(ids)
-
-
-def layer_ids(layers: list[int], version: str) -> list[int]:
-    """The ids that make this SGLang version capture `layers`. Raises UserError where none do."""
-    below = [layer - 1 for layer in layers]
-    # [1, ...] means the same to every version: take it where it can be had
-    for ids in (below, layers) if layers[0] == 2 else (layers, below):
-        if captured_layers(ids, version) == layers and min(ids) >= 0:
-            return list(ids)
-    raise UserError(f"SGLang {version} cannot capture layers {layers}: no eagle_aux_hidden_state_layer_ids lead there. "
-                    "Extract other layers.")
+    N = text_config(folder).get("num_hidden_layers")
+    architecture = (read_json(folder / "config.json").get("architectures") or ["a target of no named architecture"])[0]
+    where = f"SGLang {version} with {architecture}"
+    if meant:
+        return LayerRule(meant, N, where)
+    table, here = read_json(VERSIONS), release_numbers(version)
+    if release_numbers(table["releases"][0]) <= here <= release_numbers(table["releases"][-1]):
+        for since in table["layer_rules"].values():
+            entries = [entry for first, entry in since.items() if release_numbers(first) <= here]
+            rule, _, architectures = ((entries or [""])[-1] or "").partition(": ")
+            if architecture in re.findall(r"\w+", architectures):
+                return LayerRule(rule, N, where)
+    raise UserError(f"{folder}: what layer ids mean to {where} is not in {VERSIONS.name} ({table['releases'][0]} to "
+                    f"{table['releases'][-1]}). Look at set_eagle3_layers_to_capture in the file of srt/models/ that "
+                    "serves it, and say with --layer-id-rule what it does: add-one or as-given.")

@@ -91,27 +91,18 @@ class Tokens:
     """A tokenizer, its chat template and the special ids that a turn is made of.
 
     stop: the name of the token that ends a turn; think: begin and end of reasoning, or nothing; tool: TOOL_NAMES, or
-    nothing. Special tokens must be one id each: UserError. Text never becomes a special id (`encode`).
+    nothing; one id each (`find_turn_tokens` sees to that). Text never becomes a special id (`encode`).
     """
 
     def __init__(self, tokenizer, stop: str, think: list[str], tool: list[str], thinking: bool):
         self.tokenizer, self.thinking, self.tool_form = tokenizer, thinking, TOOL_FORMS[0]
-        if len(think) not in (0, 2) or len(tool) not in (0, 5):
-            raise UserError(f"--think-tokens takes 2 names or none, --tool-tokens 5 or none; got {think} and {tool}.")
-        self.stop = self.special(stop)
-        self.think, self.end_think = [self.special(name) for name in think] or (None, None)
-        self.tool = {key: self.special(name) for key, name in zip(TOOL_NAMES, tool)}
+        self.stop = token_id(tokenizer, stop)
+        self.think, self.end_think = [token_id(tokenizer, name) for name in think] or (None, None)
+        self.tool = {key: token_id(tokenizer, name) for key, name in zip(TOOL_NAMES, tool)}
         self.added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
         self.marks = Marks(stop, think, tool, added | dict.fromkeys(tokenizer.all_special_tokens, True))
         self.encode_plain = plain_encoder(tokenizer)
-
-    def special(self, name: str) -> int:
-        found = token_id(self.tokenizer, name)
-        if found is None or as_ids(self.tokenizer.encode(name, add_special_tokens=False)) != [found]:
-            raise UserError(f"the tokenizer does not encode {name} as one id. Name this target's tokens with "
-                            "--stop-token, --think-tokens, --tool-tokens (empty: it has none).")
-        return found
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -151,10 +142,26 @@ class Tokens:
         except TypeError:
             raise UserError(f"the tokenizer's apply_chat_template gives no token ids but {encoded!r:.80}. "
                             "Name a tokenizer that transformers can use with --tokenizer.") from None
-        if self.think is not None and self.thinking != self.leaves_think_open(ids):
+        if self.opening(ids) == (CLOSED if self.thinking else OPEN):
             raise UserError(f"--thinking {'on' if self.thinking else 'off'}, but the template's prompt ends in "
                             f"{self.decode(ids[-4:])!r}. Use the other mode, or name the target's --think-tokens.")
         return ids
+
+    def must_reason(self) -> bool:
+        """Whether each answer to a prompt of this mode holds reasoning: the prompt opens it, or the switch counts.
+
+        A template that says the same in both modes and opens nothing leaves it to the target.
+        """
+        if self.think is None or not self.thinking:
+            return False
+        ask = [{"role": "user", "content": "x"}]
+        try:
+            on, off = (as_ids(self.tokenizer.apply_chat_template(
+                ask, add_generation_prompt=True, return_dict=False, thinking=mode, enable_thinking=mode))
+                for mode in (True, False))
+        except Exception:  # a template raises what it likes; it wants more than a question
+            return True
+        return self.leaves_think_open(on) or on != off
 
     def opening(self, prompt_ids: list[int]) -> str:
         """Where the prompt's end (perhaps with a newline behind the mark) leaves the reasoning: OPEN, CLOSED, FREE."""

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from eagle3.stage import UserError
+from eagle3.target import RULES
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -91,7 +92,8 @@ def add_loss_flags(add) -> None:
 
 def add_drafter_flags(add) -> None:
     add("--num-heads", type=int, help="attention heads (default: the target's)")
-    add("--num-kv-heads", type=int, help="default: 8, or all heads where 8 does not divide them")
+    add("--num-kv-heads", type=int,
+        help="default: the target's; of a target with MLA 8, or all heads where 8 does not divide them")
     add("--head-dim", type=int, help="default: the target's v_head_dim, else head_dim, else hidden / heads")
     add("--intermediate-size", type=int, help="default: the target's")
     add("--rope-theta", type=float, help="default: the target's")
@@ -102,6 +104,8 @@ def add_drafter_flags(add) -> None:
     add("--norm-output", action=argparse.BooleanOptionalAction,
         help="a draft step is fed the normed hidden state of the step before (SGLang >= 0.5.12)")
     add("--serve-sglang-version", help="that of the server: decides the layer ids (default: the one that captured)")
+    add("--layer-id-rule", choices=list(RULES),
+        help="what that server does with layer ids (default: as its sources say; needed for targets not known here)")
 
 
 LIMITS = (  # what, whether a value fits, the flags it is said of
