@@ -9,9 +9,11 @@ Writes  one call into srt/models/deepseek_v2.py (the original is kept beside it)
 Reads   patches/versions.json: SGLang release -> sha256 of the deepseek_v2.py it came with
 Exit    0; 2 with one line where the release or the file is not one of those: nothing is touched then
 Start the server anew after `apply` or `restore`. Without EAGLE3_CAPTURE_DIR set, a patched server behaves as the
-original.
+original. `restore` is refused while a server of this project runs on that SGLang: until its first request it would miss
+what was taken out.
 """
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -133,6 +135,38 @@ class Installation:
                             "Install a known release, or, if you know this file, add it with `apply --add-version`.")
 
 
+def locked(folder: Path, alone: bool) -> int:
+    """A descriptor that locks an sglang folder while it is open: shared with others who use it, or alone.
+
+    Whoever starts a server on it shares such a lock (scripts/eagle3/servers.py, scripts/quickstart.sh). Raises
+    UserError.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+    except BlockingIOError:
+        raise UserError(f"{folder} stays patched: {users(folder) or 'another process'} needs it. "
+                        "Stop that server, then run this again.") from None
+    except OSError:
+        pass  # a file system without locks
+    return handle
+
+
+def users(folder: Path) -> str:
+    """Who holds a lock on it, as far as the kernel tells: `python3 scripts/serve.py ... (pid 4711)`."""
+    found = {}
+    locks = Path("/proc/locks").read_text() if Path("/proc/locks").exists() else ""
+    for words in map(str.split, locks.splitlines()):
+        if words[1] == "FLOCK" and words[5].endswith(f":{os.stat(folder).st_ino}"):  # not "->", who waits for it
+            pid = words[4]
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                found[pid] = " ".join(words).strip()
+            except OSError:
+                found[pid] = "a process that has ended"
+    return ", ".join(f"{command[:120]} (pid {pid})" for pid, command in found.items() if pid != str(os.getpid()))
+
+
 def release_order(version: str) -> list[int]:
     """0.5.9 < 0.5.10 < 0.5.10.post1 < 0.5.11."""
     return [int(number) for number in re.findall(r"\d+", version)]
@@ -194,6 +228,9 @@ def main(argv: list[str]) -> None:
         folder = Path(spec.submodule_search_locations[0])
     there, versions = Installation(folder), json.loads(VERSIONS.read_text())
     try:
+        if args.command != "status":
+            locked(folder, alone=args.command == "restore" and there.patched)  # until this process ends
+            there = Installation(folder)
         outcome = apply(there, versions, args.add_version) if args.command == "apply" \
             else restore(there, versions) if args.command == "restore" else status(there, versions)
     except OSError as error:

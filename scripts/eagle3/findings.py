@@ -1,7 +1,6 @@
 """What preflight finds, and how it reads a run file before anything runs."""
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from eagle3.masking import clean
@@ -40,12 +39,6 @@ def role(run_file: dict, name: str) -> dict:
     """{"command", "flags", "env"} of a role, empty of one that the run file lacks. Raises UserError."""
     there = name in run_file["servers"]
     return role_settings(run_file["servers"], name) if there else {"command": [], "flags": {}, "env": {}}
-
-
-def python_of(spec: dict) -> str:
-    """The Python that serves: the one that the role's command names, or this one."""
-    first = str((spec["command"] or [""])[0])
-    return first if Path(first).name.startswith("python") else sys.executable
 
 
 def on_gpus(spec: dict) -> bool:

@@ -96,7 +96,8 @@ def check_between(found: Findings) -> None:
                   "set NCCL_P2P_DISABLE=1 in the roles' env (slower)", "warning")
     if unread:
         found.add(f"whether PCIe ACS is on cannot be read without root ({len(unread)} bridges above the GPUs)",
-                  SYS / "bus/pci/devices", "run this once with sudo, or look at ACSCtl in `sudo lspci -vvv`: ReqRedir+ is on", "warning")
+                  SYS / "bus/pci/devices", "run this once with sudo, or look at ACSCtl in `sudo lspci -vvv`: "
+                  "ReqRedir+ is on", "warning")
 
 
 # ---- an all-reduce ----

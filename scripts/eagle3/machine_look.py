@@ -16,8 +16,9 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from eagle3.findings import ROOT, Findings, existing, on_gpus, one_line, python_of, role, whole
+from eagle3.findings import ROOT, Findings, existing, on_gpus, one_line, role, whole
 from eagle3.gpu_links import check_all_reduce, check_between
+from eagle3.servers import python_of
 
 OPEN_FILES, FEWEST_FILES = 4096, 1024
 SHM = 8e9  # bytes: NCCL and SGLang's processes share memory there; containers often get 64 MB
@@ -38,7 +39,7 @@ def check_versions(run_file: dict, found: Findings) -> None:
 
 def check_sglang(run_file: dict, found: Findings, roles: set) -> None:
     """Of the Python that serves."""
-    python = python_of(role(run_file, "extract"))
+    python = python_of(role(run_file, "extract")["command"])
     try:
         done = subprocess.run([python, str(ROOT / "patches/sglang_patch.py"), "status"], capture_output=True, text=True)
     except OSError as error:
@@ -128,7 +129,7 @@ def check_gpus(run_file: dict, found: Findings, roles: set, figures: dict, secon
             found.add("a GPU is too full to try an all-reduce", "nvidia-smi",
                       "run this again before the server starts", "warning")
         else:
-            check_all_reduce(found, python_of(widest), count, env, seconds, needed)
+            check_all_reduce(found, python_of(widest["command"]), count, env, seconds, needed)
 
 
 def check_role_on_gpus(flags: dict, where: str, there: list[dict], found: Findings, figures: dict) -> None:
