@@ -11,9 +11,11 @@ Writes  one call into each chosen file of srt/models/ (the original is kept besi
 Reads   patches/versions.json: which files SGLang's releases came with, and whom they serve (scripts/layer_rules.py)
 Exit    0; 2 with one line where the release or a file is not one of those: nothing is touched then
 Start the server anew after `apply` or `restore`. Without EAGLE3_CAPTURE_DIR set, a patched server behaves as the
-original. `restore` takes the call out of every file.
+original. `restore` takes the call out of every file; it is refused while a server of this project runs on that SGLang:
+until its first request it would miss what was taken out.
 """
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -150,6 +152,38 @@ class Installation:
                                 "release, or, if you know this file, add it with `apply --add-version`.")
 
 
+def locked(folder: Path, alone: bool) -> int:
+    """A descriptor that locks an sglang folder while it is open: shared with others who use it, or alone.
+
+    Whoever starts a server on it shares such a lock (scripts/eagle3/servers.py, scripts/quickstart.sh). Raises
+    UserError.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+    except BlockingIOError:
+        raise UserError(f"{folder} stays patched: {users(folder) or 'another process'} needs it. "
+                        "Stop that server, then run this again.") from None
+    except OSError:
+        pass  # a file system without locks
+    return handle
+
+
+def users(folder: Path) -> str:
+    """Who holds a lock on it, as far as the kernel tells: `python3 scripts/serve.py ... (pid 4711)`."""
+    found = {}
+    locks = Path("/proc/locks").read_text() if Path("/proc/locks").exists() else ""
+    for words in map(str.split, locks.splitlines()):
+        if words[1] == "FLOCK" and words[5].endswith(f":{os.stat(folder).st_ino}"):  # not "->", who waits for it
+            pid = words[4]
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                found[pid] = " ".join(words).strip()
+            except OSError:
+                found[pid] = "a process that has ended"
+    return ", ".join(f"{command[:120]} (pid {pid})" for pid, command in found.items() if pid != str(os.getpid()))
+
+
 def release_order(version: str) -> list[int]:
     """0.5.9 < 0.5.10 < 0.5.10.post1 < 0.5.11."""
     return [int(number) for number in re.findall(r"\d+", version)]
@@ -244,8 +278,11 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--models {','.join(unknown)}: this patch knows {', '.join(versions['files'])}.")
     there = Installation(folder, versions, chosen)
     if args.target:
-        there.chosen = [model_of(args.target, versions, there.version)]
+        chosen = there.chosen = [model_of(args.target, versions, there.version)]
     try:
+        if args.command != "status":
+            locked(folder, alone=args.command == "restore" and bool(there.patched))  # until this process ends
+            there = Installation(folder, versions, chosen)
         outcome = apply(there, args.add_version) if args.command == "apply" \
             else restore(there) if args.command == "restore" else status(there)
     except OSError as error:

@@ -39,8 +39,10 @@ hidden_states=$(setting extract.output-dir)
 [ "$target" != .run/tiny_llama ] || [ -f "$target/config.json" ] || "$py" scripts/make_tiny_llama.py --output-dir "$target"
 [[ "$target" != */* ]] || [ -f "$target/config.json" ] || die 2 "$target: holds no config.json. Set \`target\` in $config to the target's folder."
 logs=$run/logs; mkdir -p "$logs"
-# Locks end with this script, however it dies: 8 is this run's, 9 shared by all whose Python has the same SGLang patched
-exec 8>> "$logs/quickstart.lock" 9>> "${TMPDIR:-/tmp}/eagle3-sglang-patch-$(id -u)-$("$py" -c 'import sys, zlib; print(zlib.crc32(sys.prefix.encode()))').lock"
+# Locks end with this script, however it dies: 8 is this run's, 9 the SGLang's that this Python imports, shared by all
+# who need its patch (servers.py shares it for each server, sglang_patch.py restores only when nobody does)
+sglang=$("$py" -c 'import importlib.util as u; print(u.find_spec("sglang").submodule_search_locations[0])' 2> /dev/null) || die 2 "$py imports no SGLang. Install one (configs/README.md), or name another Python with --python."
+exec 8>> "$logs/quickstart.lock" 9< "$sglang"
 flock -n 8 || die 2 "$run: another quickstart is at work on this run. Wait for it, or set another \`run_dir\` in a copy of $config."
 export OMP_WAIT_POLICY=PASSIVE  # threads that spin while they wait stall everything else where cores are few or shared
 say() { echo "$(date +%FT%T) quickstart $*"; }
@@ -53,9 +55,8 @@ stop_server() { # the wrapper ends the server's whole process group
   [ -n "$server" ] || return 0
   kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; server=''
   [ -n "$patched" ] || return 0
-  flock -n 9 || { say "SGLang stays patched: another quickstart's server needs it"; return 0; }
-  "$py" patches/sglang_patch.py restore >> "$logs/patch.log" 2>&1 || say "the patch could not be restored: read $logs/patch.log"
   flock -u 9
+  "$py" patches/sglang_patch.py restore >> "$logs/patch.log" 2>&1 || say "$(tail -1 "$logs/patch.log")"
 }
 finish() { [ -z "$stage_pid" ] || kill "$stage_pid" 2>/dev/null || true; stop_server; }
 trap finish EXIT

@@ -289,20 +289,6 @@ def test_a_second_quickstart_of_a_run_is_refused(tmp_path):
     assert done.returncode == 2 and "another quickstart is at work on this run" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("needed", (False, True))
-def test_the_patch_stays_while_another_quickstart_needs_it(needed, tmp_path):
-    """The script's own stop_server, in a shell whose lock a second process shares or does not."""
-    function = re.search(r"^stop_server\(\) \{.*?^\}", (ROOT / "scripts/quickstart.sh").read_text(), re.M | re.S)[0]
-    with open(tmp_path / "lock", "w") as other:
-        if needed:
-            fcntl.flock(other, fcntl.LOCK_SH)
-        done = subprocess.run(["bash", "-euc", f"py=echo logs=. patched=1; say() {{ echo $*; }}; {function}\nexec 9>>lock; flock -s 9; "
-                               "sleep 60 & server=$!; stop_server"], cwd=tmp_path, text=True, capture_output=True, timeout=30)
-    assert done.returncode == 0, done.stderr
-    assert ("SGLang stays patched" in done.stdout) == needed
-    assert ((tmp_path / "patch.log").exists() and "restore" in (tmp_path / "patch.log").read_text()) == (not needed)
-
-
 def test_serve_says_what_is_wrong_with_a_run_file(tmp_path):
     (tmp_path / "list.yaml").write_text("- a\n")
     for name, text in (("no.yaml", "not a readable YAML file"), ("list.yaml", "unknown section")):

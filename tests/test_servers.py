@@ -2,6 +2,8 @@
 ended, and that no log holds its secrets. The rest is proven by 05.
 """
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, sglang_package
 from eagle3.server_log import STARTED, why_ended
 from eagle3.servers import call, flag_value, healthy, server_command, start_server, stop_server, url_of
 from eagle3.stage import UserError
@@ -207,3 +209,67 @@ def test_flags_are_read_as_argparse_reads_them_and_addresses_as_a_client_reaches
     assert server_command({"a": {"env": {"A": None, "B": 1}, "command": ["x", 5]}}, "a") == (["x", "5"], {"B": "1"})
     assert [url_of(host, 1) for host in ("0.0.0.0", "::", "::1", "h")] == [
         "http://127.0.0.1:1", "http://[::1]:1", "http://[::1]:1", "http://h:1"]
+
+
+# ---- who needs the patch ----
+HEALTHY = SLOW_TO_STOP.replace("if os.fork() == 0:", "if False:")
+PATCH = [sys.executable, str(ROOT / "patches/sglang_patch.py")]
+
+
+@pytest.fixture
+def patched(tmp_path):
+    """What is patched of an sglang, in a folder of its own; the environment in which a Python imports that one."""
+    folder = tmp_path / "path/sglang"
+    (folder / "srt/models").mkdir(parents=True)
+    for name in ("__init__.py", "_version.py", "srt/models/deepseek_v2.py"):
+        shutil.copy(sglang_package() / name, folder / name) if (sglang_package() / name).exists() else None
+    for info in sglang_package().parent.glob("sglang-*.dist-info"):
+        shutil.copytree(info, folder.parent / info.name)
+    (folder / "__init__.py").write_text("")
+    env = {"PYTHONPATH": str(folder.parent)}
+    subprocess.run([*PATCH, "apply"], env={**os.environ, **env}, check=True)
+    return folder, env
+
+
+def restore(env: dict) -> subprocess.CompletedProcess:
+    return subprocess.run([*PATCH, "restore"], env={**os.environ, **env}, text=True, capture_output=True)
+
+
+def test_the_patch_stays_while_a_server_needs_it_and_is_missed_by_name(tmp_path, patched):
+    """Two serve.py of one Python: the one that ends does not take the patch from under the other."""
+    folder, env = patched
+    servers = stub(tmp_path, HEALTHY, env=env)
+    servers["other"] = {"extends": "plain", "flags": {"port": free_port()}}
+    servers["extract"] = {"extends": "plain", "env": {"EAGLE3_CAPTURE_DIR": "incoming"}}
+    first, second = (start_server(servers, name, tmp_path / "log", 60)[0] for name in ("extract", "other"))
+    stop_server(first)
+    done = restore(env)
+    assert done.returncode == 2 and done.stderr.startswith(f"sglang_patch: {folder} stays patched: ") and len(done.stderr.splitlines()) == 1
+    assert f"(pid {os.getpid()}) needs it. Stop that server" in done.stderr and (folder / "srt/eagle3_capture.py").exists()
+    stop_server(second)
+    assert restore(env).returncode == 0 and not (folder / "srt/eagle3_capture.py").exists()
+    with pytest.raises(UserError, match="is not patched .or the patch was taken out again.*sglang_patch.py apply`, then this"):
+        start_server(servers, "extract", tmp_path / "log", 60)
+
+
+def test_a_server_that_is_killed_needs_no_patch(tmp_path, patched):
+    _, env = patched
+    process, _ = start_server(stub(tmp_path, HEALTHY, env=env), "plain", tmp_path / "log", 60)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert restore(env).returncode == 0
+
+
+@pytest.mark.parametrize("needed", (False, True))
+def test_quickstart_leaves_the_patch_to_who_needs_it(needed, tmp_path, patched):
+    """The script's own stop_server, in a shell whose lock a second process shares or does not."""
+    folder, env = patched
+    function = re.search(r"^stop_server\(\) \{.*?^\}", (ROOT / "scripts/quickstart.sh").read_text(), re.M | re.S)[0]
+    with subprocess.Popen(["flock", "-s", str(folder), "sleep", "60" if needed else "0"]) as other:
+        time.sleep(0.5)
+        done = subprocess.run(["bash", "-euc", f"py={sys.executable} logs={tmp_path}; say() {{ echo $*; }}; {function}\nexec 9<{folder}; "
+                               "flock -s 9; sleep 60 & server=$!; stop_server"], cwd=ROOT, env={**os.environ, **env}, text=True,
+                              capture_output=True, timeout=30)
+        other.kill()
+    assert done.returncode == 0, done.stderr
+    assert ("stays patched: flock -s" in done.stdout) == needed == (folder / "srt/eagle3_capture.py").exists()

@@ -111,12 +111,12 @@ def run_file_settings(run: dict, path: Path) -> dict:
             found[key.replace("-", "_")] = section["train"].get(key)
     except (AttributeError, TypeError) as error:
         raise UserError(f"{path}: not a readable run file ({' '.join(str(error).split())}).") from None
-    if found["max_length"]:
+    if isinstance(found["max_length"], (int, float)) and found["max_length"] > 0:
         found["mean_length"] = min(found["max_length"], MEAN_LENGTH)
     target = Path(str(run.get("target"))) / "config.json"
     if target.is_file():
         found["target_config"] = target
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: str(value) for key, value in found.items() if value is not None}  # argparse makes them what they are
 
 
 def run_folders(run: dict) -> set[Path]:
@@ -131,7 +131,7 @@ def check_settings(a: argparse.Namespace) -> None:
                  "train_gpus", "gpu_tflops", "train_efficiency", "train_rate", "extract_rate", "generate_rate",
                  "count_rate", "stream_rate", "max_disk_gb"):
         value = getattr(a, name)
-        if value is not None and min(value if isinstance(value, list) else [value]) <= 0:
+        if value is not None and not all(0 < one < math.inf for one in (value if isinstance(value, list) else [value])):
             raise UserError(f"--{name.replace('_', '-')} {value} must be above 0.")
     if not 0 <= a.prompt_share <= 1 or not 0 <= a.val_ratio < 1 or a.samples * (1 - a.val_ratio) < 1:
         raise UserError("--prompt-share must lie in [0, 1], --val-ratio in [0, 1) and leave a sample to train on.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -29,6 +30,8 @@ from eagle3.stage import UserError, log
 
 ROLE_KEYS = {"extends", "command", "flags", "env"}
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+FIND_SGLANG = ("import importlib.util as u; found = u.find_spec('sglang'); "
+               "print(*(found and found.submodule_search_locations or [])[:1])")
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)  # what `call` raises
 
 
@@ -99,6 +102,12 @@ def needs_patch(servers: dict) -> bool:
     """Whether the role `extract` captures, and by the patch, not by SGLang's own hooks. Raises UserError."""
     settings = role_settings(servers, "extract")
     return "EAGLE3_CAPTURE_DIR" in {**os.environ, **settings["env"]} and not settings["flags"].get("forward-hooks")
+
+
+def python_of(command: list) -> str:
+    """The Python that serves: the one that a role's command names, or this one."""
+    first = str(command[0]) if command else ""
+    return first if Path(first).name.startswith("python") else sys.executable
 
 
 def flag_value(argv: list[str], flag: str, default: str) -> str:
@@ -184,6 +193,29 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def using_sglang(role: str, argv: list[str], env: dict[str, str]) -> int | None:
+    """A shared lock on the sglang folder that this server imports, for the server to inherit; None without one.
+
+    While it lasts patches/sglang_patch.py does not take its patch out. Raises UserError: a server that is to capture
+    would do so with an SGLang that is not patched.
+    """
+    try:
+        done = subprocess.run([python_of(argv), "-c", FIND_SGLANG], env={**os.environ, **env}, text=True, timeout=60,
+                              stdin=subprocess.DEVNULL, capture_output=True)
+        folder = Path(done.stdout.strip().rpartition("\n")[2] or "/no/sglang")
+        lock = os.open(folder, os.O_RDONLY)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    patched = (folder / "srt/eagle3_capture.py").exists() or any(word.startswith("--forward-hooks") for word in argv)
+    if env.get("EAGLE3_CAPTURE_DIR") and not patched:
+        os.close(lock)
+        raise UserError(f"servers.{role}: the SGLang at {folder} is not patched (or the patch was taken out again), so "
+                        f"nothing would be captured. Run `{python_of(argv)} patches/sglang_patch.py apply`, then this.")
+    return lock
+
+
 def start_server(servers: dict, role: str, log_path: Path, wait_s: float) -> tuple[subprocess.Popen, str]:
     """Start `role` in a process group of its own, wait until it is healthy, return (process, base URL).
 
@@ -194,15 +226,19 @@ def start_server(servers: dict, role: str, log_path: Path, wait_s: float) -> tup
     host, port = address(servers, role)
     log(f"starting {role}: {command_line(argv, env)}")
     libc = ctypes.CDLL(None)  # loaded before the fork: the child must not import anything
+    lock = using_sglang(role, argv, env)
     with opened(log_path, command_line(argv, env)) as out:
         try:
             process = subprocess.Popen(argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=out,
-                                       stderr=out, start_new_session=True,
+                                       stderr=out, start_new_session=True, pass_fds=() if lock is None else (lock,),
                                        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise UserError(f"servers.{role}: {argv[0]} cannot be started ({why}). "
                             "Correct its `command` or `env` in the run file.") from None
+        finally:
+            if lock is not None:
+                os.close(lock)
     url, began = url_of(host, port), time.monotonic()
     try:
         while not healthy(url):

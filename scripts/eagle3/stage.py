@@ -115,6 +115,8 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
     """Flags, over `section` of the --config file, over the defaults. An unknown key is a UserError."""
     raising(parser).add_argument("--config", type=Path, metavar="FILE.yaml",
                         help=f"run file; its section `{section}` holds flags")
+    for action in parser._actions:
+        action.type = a_path if action.type is Path else action.type
     hide(*secrets_in(argv))  # a key on the command line by mistake stands in argparse's complaint
     probe = raising(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     probe.add_argument("--config", type=Path)
@@ -132,6 +134,8 @@ def tokens_of(parser: argparse.ArgumentParser, section: str, values: dict, path:
             raise UserError(f"{path}: {section}.{key} is not a flag of {SCRIPTS[section]}.py. See --help.")
         if value is None or any(word.split("=")[0] in actions[key].option_strings for word in argv):
             continue  # the command line wins
+        if problem := misfit(value, actions[key]):
+            raise UserError(f"{path}: {section}.{key}: {problem}.")
         if isinstance(value, bool) and actions[key].choices:
             value = "on" if value else "off"  # what YAML makes of an unquoted on or off
         if isinstance(value, bool):
@@ -142,6 +146,26 @@ def tokens_of(parser: argparse.ArgumentParser, section: str, values: dict, path:
         else:
             tokens.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
     return tokens
+
+
+def misfit(value: object, action: argparse.Action) -> str | None:
+    """Why a run file's value cannot be one of this flag, where argparse would not see it."""
+    several = action.nargs in ("*", "+") or isinstance(action.nargs, int) or isinstance(action, argparse._AppendAction)
+    if isinstance(value, list) and not several:
+        return f"must be one value, not the list {value}"
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, (list, type(None))) for item in items):
+        return "holds an entry that is no value"
+    if any(isinstance(item, dict) for item in items) and action.type in (None, str, int, float, a_path):
+        return "must be a value, not a mapping"
+    return None
+
+
+def a_path(text: str) -> Path:
+    """A flag's path: an empty one would be the working directory."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError("an empty path" if not text else f"{text!r} holds a zero byte")
+    return Path(text)
 
 
 # ---- files ----
