@@ -270,6 +270,10 @@ def pytest_runtest_setup(item):
         gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or Triton's binding would name all that is left as leaks
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Hands out whole files, and each group of tests that start SGLang (their names end in @engine_...) as if it were one file."""
