@@ -77,7 +77,7 @@ from eagle3.training_plot import plot  # noqa: E402
 STAGE = "04_train"
 MAY_CHANGE = {"config", "verifier-path", "data-dir", "vocab-mapping-dir", "output-dir", "num-workers", "log-every",
               "keep-checkpoints", "tensorboard", "device", "grad-accum", "release-share", "eval-every",
-              "val-data-dir"}
+              "val-data-dir", "layer-id-rule"}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
 """Read in SGLang's own sources which layers each release captures for which ids; for whoever maintains this project.
 
-    python3 scripts/layer_rules.py --wheels /tmp/wheels                   # is patches/versions.json what the wheels say?
+    python3 scripts/layer_rules.py --wheels /tmp/wheels                   # is patches/versions.json what they say?
     python3 scripts/layer_rules.py --wheels /tmp/wheels --write           # make it so
     python3 scripts/layer_rules.py --wheels /tmp/wheels --write 0.5.24    # with another release
 

@@ -36,7 +36,7 @@ target=$(setting target)
 responses=$(setting generate.output-dir)
 hidden_states=$(setting extract.output-dir)
 # The one target that is neither stored nor brought along
-[ "$target" != .run/tiny_llama ] || [ -f "$target/config.json" ] || "$py" scripts/make_tiny_llama.py --output-dir "$target"
+[ "$target" != .run/tiny_llama ] || [ -f "$target/model.safetensors" ] || "$py" scripts/make_tiny_llama.py --output-dir "$target"
 [[ "$target" != */* ]] || [ -f "$target/config.json" ] || die 2 "$target: holds no config.json. Set \`target\` in $config to the target's folder."
 logs=$run/logs; mkdir -p "$logs"
 # Locks end with this script, however it dies: 8 is this run's, 9 the SGLang's that this Python imports, shared by all

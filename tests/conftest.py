@@ -96,19 +96,23 @@ def tiny_kimi() -> Path:
 
 @pytest.fixture(scope="session")
 def patched_sglang(tmp_path_factory):
-    """A copy of the installed sglang with the patch applied; the folder to put first on PYTHONPATH. The original stays as it is."""
+    """A copy of the installed sglang with the patch in every model file that takes it; the folder to put first on PYTHONPATH.
+
+    The original stays as it is.
+    """
     source = sglang_package()
-    original = hashlib.sha256((source / "srt/models/deepseek_v2.py").read_bytes()).hexdigest()
+    models = list(json.loads((ROOT / "patches/versions.json").read_text())["files"])
+    original = {name: (source / f"srt/models/{name}.py").read_bytes() for name in models}
     overlay = tmp_path_factory.mktemp("overlay")
     shutil.copytree(source, overlay / "sglang")  # with its compiled files: 1,500 modules would have to be compiled again
     for info in source.parent.glob("sglang-*.dist-info"):
         shutil.copytree(info, overlay / info.name)  # the version is read from it
     patch = [sys.executable, str(ROOT / "patches/sglang_patch.py")]
-    subprocess.run([*patch, "apply", "--models", "deepseek_v2,llama", "--sglang-path", str(overlay / "sglang")], check=True)
+    subprocess.run([*patch, "apply", "--models", ",".join(models), "--sglang-path", str(overlay / "sglang")], check=True)
     yield overlay
     subprocess.run([*patch, "restore", "--sglang-path", str(overlay / "sglang")], check=True)
     for folder in (source, overlay / "sglang"):
-        assert hashlib.sha256((folder / "srt/models/deepseek_v2.py").read_bytes()).hexdigest() == original
+        assert {name: (folder / f"srt/models/{name}.py").read_bytes() for name in models} == original
     assert not (overlay / "sglang/srt/eagle3_capture.py").exists()
 
 
@@ -225,7 +229,7 @@ STARTS_SGLANG = {"engine", "patched_sglang", "workplace"}  # fixtures: what uses
 # What runs on one worker, in this order: files, or the tests of one with a fixture. Each group has servers of its own.
 ENGINE_GROUPS = {"engine_plain": ["test_benchmark", "test_generate"],
                  "engine_extract": ["test_follow", "test_extract"],
-                 "engine_capture": ["test_capture capturing", "test_serving", "test_llama", "test_capture", "test_patch"]}
+                 "engine_capture": ["test_capture capturing", "test_serving", "test_llama", "test_capture", "test_capture_families", "test_patch"]}
 ENGINE_ORDER = [(group, name) for group, names in ENGINE_GROUPS.items() for name in names]
 # Of the files without servers: a long one that begins last would run alone
 SLOWEST_FIRST = ["test_train", "test_preflight", "test_train_faults", "test_generate", "test_follow", "test_benchmark_faults", "test_extract_faults"]

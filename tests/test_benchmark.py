@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -580,6 +581,29 @@ def test_the_doctor_names_faults_of_the_server_and_the_prompts(patient):
     assert patient.causes() == ["RoPE"]
     patient.edit(rope_scaling=None, eagle_config=LAYERS | {"use_aux_hidden_state": False})
     assert patient.causes() == ["capture layers"]
+
+
+def test_the_doctor_reads_layer_ids_by_the_targets_own_file(patient, tmp_path):
+    """Layers 5, 15, 25: Llama's ids are 4, 14, 24 in every release; of a target in no table only what its maker said."""
+    def causes(ids, architecture, version="0.5.23"):
+        config = json.loads((TINY_KIMI / "config.json").read_text()) | {"architectures": [architecture]}
+        (target / "config.json").write_text(json.dumps(config))
+        patient.edit(eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+        return patient.causes(model_path=str(target), version=version)
+
+    target = shutil.copytree(TINY_KIMI, tmp_path / "target")
+    patient.tell(capture_layers=[5, 15, 25])
+    below = [4, 14, 24]
+    for version in ("0.5.10", "0.5.23"):
+        assert causes(below, "LlamaForCausalLM", version) == []
+        assert causes([5, 15, 25], "LlamaForCausalLM", version) == ["capture layers"]
+        wrong = causes(below, "KimiK25ForConditionalGeneration", version)
+        assert wrong == ([] if version == "0.5.10" else ["capture layers"])
+    with pytest.raises(AssertionError, match="say with 04_train.py --layer-id-rule"):
+        causes(below, "NobodysForCausalLM")  # unchecked, not healthy
+    patient.tell(layer_id_rule="add-one")
+    assert causes(below, "NobodysForCausalLM") == []
+    assert causes([5, 15, 25], "NobodysForCausalLM") == ["capture layers"]
 
 
 def test_training_knows_its_map_also_where_the_run_folder_holds_another(patient):

@@ -460,6 +460,22 @@ def test_layers_are_the_wanted_ones_under_both_rules(rule, inexpressible):
         capture.set_layers(FakeModel(rule, [2, 30, 58]), [3, 31, 59])
 
 
+def test_no_layer_keeps_a_mark_of_a_first_try():
+    """Qwen's MoE marks the layers themselves (SGLang 0.5.23, qwen2_moe.py), and what is marked is captured."""
+    capture, model = load_script("eagle3_capture"), FakeModel(lambda ids: [layer + 1 for layer in ids])
+    model.model.layers = [types.SimpleNamespace() for _ in range(61)]
+    real = model.set_eagle3_layers_to_capture
+
+    def marking(ids):
+        real(ids)
+        for layer in model.model.layers_to_capture:
+            model.model.layers[layer]._is_layer_to_capture = True
+
+    model.set_eagle3_layers_to_capture = marking
+    capture.set_layers(model, [3, 31, 60])  # the last: one above it there is none
+    assert [at for at, layer in enumerate(model.model.layers) if vars(layer)] == [3, 31, 60]
+
+
 H = 16
 
 

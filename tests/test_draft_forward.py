@@ -245,7 +245,7 @@ def test_the_ids_of_layers_5_15_25(tmp_path):
     ("LlamaForCausalLM", "0.5.9"), ("LlamaForCausalLM", "0.5.24"), ("LlamaForCausalLM", "0.6.0")])
 def test_a_target_or_release_that_the_table_lacks_is_refused(architecture, version, tmp_path):
     target = target_of(tmp_path, architecture)
-    with pytest.raises(UserError, match="say with --layer-id-rule what it does: add-one or as-given") as refused:
+    with pytest.raises(UserError, match="say with 04_train.py --layer-id-rule what it does: add-one or as-given") as refused:
         layer_rule(target, version)
     assert f"SGLang {version} with {architecture}" in str(refused.value)
     assert layer_rule(target, version, "add-one").ids([5, 15, 25]) == [4, 14, 24]

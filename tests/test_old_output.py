@@ -30,7 +30,7 @@ def train(old: Path, output: str, *more) -> None:
         "--verifier-path", inputs / "target", "--data-dir", inputs / "hidden_states", "--vocab-mapping-dir",
         inputs / "vocab_mapping", "--output-dir", old / output, "--epochs", 2, "--lr", 1e-3, "--max-seq-len", 64,
         "--batch-tokens", 80, "--num-workers", 1, "--log-every", 1, "--save-every", 2, "--noise-std", 0.05,
-        "--keep-checkpoints", 1, *more]])
+        "--keep-checkpoints", 1, "--layer-id-rule", "add-one-if-first-is-1", *more]])  # its target names no architecture
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -36,7 +36,8 @@ class Inputs:
     def provenance(self, args, step: int, prediction: dict | None, agreement: float) -> dict:
         """eagle3.json: what the drafter was made from, and what serving it should show (05_benchmark compares).
 
-        args: serve_sglang_version, layer_id_rule, max_seq_len; agreement: share of response tokens that are the target's argmax.
+        args: serve_sglang_version, layer_id_rule, max_seq_len; agreement: share of response tokens that are the
+        target's argmax.
         """
         offsets = self.draft_ids - torch.arange(len(self.draft_ids))
         captured_by = self.facts["sglang_version"]

@@ -176,4 +176,4 @@ def layer_rule(folder: Path, version: str, meant: str | None = None) -> LayerRul
                 return LayerRule(rule, N, where)
     raise UserError(f"{folder}: what layer ids mean to {where} is not in {VERSIONS.name} ({table['releases'][0]} to "
                     f"{table['releases'][-1]}). Look at set_eagle3_layers_to_capture in the file of srt/models/ that "
-                    "serves it, and say with --layer-id-rule what it does: add-one or as-given.")
+                    "serves it, and say with 04_train.py --layer-id-rule what it does: add-one or as-given.")

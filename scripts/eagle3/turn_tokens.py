@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.stage import UserError, log, read_json
-from eagle3.tokens import STOP, THINK, TOOL, as_ids, token_id
+from eagle3.tokens import THINK, TOOL, as_ids, token_id
 
 REASONS = re.compile(r"think|thought|reason", re.IGNORECASE)  # in the names of tokens
 OTHERS = re.compile(r"think|thought|reason|channel", re.IGNORECASE)  # marks of reasoning that are no such pair

@@ -14,10 +14,11 @@ import torch
 
 
 # ---- attention: sglang/srt/layers/attention/intel_amx_backend.py ----
-def attend(q, k, v, scale, visible):
+def attend(q, k, v, scale, visible, sinks=None):
     """Softmax attention in float32.
 
-    q [B, n, H, D], k [B, L, Hk, D], v [B, L, Hk, Dv], visible [B, n, L] bool -> [B, n, H, Dv].
+    q [B, n, H, D], k [B, L, Hk, D], v [B, L, Hk, Dv], visible [B, n, L] bool -> [B, n, H, Dv]. sinks [H]: a score of
+    each head that takes its share of the softmax and has no value (gpt-oss).
     """
     B, n, H, D = q.shape
     Hk, Dv = k.shape[2], v.shape[3]
@@ -25,7 +26,12 @@ def attend(q, k, v, scale, visible):
     q = q.float().view(B, n, Hk, H // Hk, D).permute(0, 2, 3, 1, 4).reshape(B, Hk, -1, D)  # (B, Hk, H/Hk * n, D)
     scores = q @ k.float().permute(0, 2, 3, 1) * scale  # (B, Hk, H/Hk * n, L)
     hidden = ~visible[:, None].expand(B, H // Hk, n, -1).reshape(B, 1, H // Hk * n, -1)
-    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill_(hidden, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.float().view(1, Hk, -1, 1, 1).expand(B, -1, -1, n, 1).reshape(B, Hk, -1, 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     out = weights @ v.float().transpose(1, 2)  # (B, Hk, H/Hk * n, Dv)
     return out.view(B, Hk, H // Hk, n, Dv).permute(0, 3, 1, 2, 4).reshape(B, n, H, Dv)
 
@@ -51,9 +57,9 @@ def gather(k_buffer, v_buffer, slots):
     return keys, keys[..., :v_buffer.shape[-1]] if shared else rows(v_buffer)
 
 
-def refuse_unsupported(logit_cap, is_cross, encoder_lens, sinks, k_scale=1.0, v_scale=1.0):
-    if logit_cap or is_cross or encoder_lens is not None or sinks is not None or (k_scale, v_scale) != (1.0, 1.0):
-        raise NotImplementedError("cpu_engine: no logit cap, cross attention, attention sinks or scaled KV cache.")
+def refuse_unsupported(logit_cap, is_cross, encoder_lens, k_scale=1.0, v_scale=1.0):
+    if logit_cap or is_cross or encoder_lens is not None or (k_scale, v_scale) != (1.0, 1.0):
+        raise NotImplementedError("cpu_engine: no logit cap, cross attention or scaled KV cache.")
 
 
 def extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, req_to_token, req_pool_indices, seq_lens,
@@ -68,7 +74,7 @@ def extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, req
     D]. Without earlier ones MLA passes full-width keys and values while the buffers hold latents. tree_mask: for each
     request n * n flags, which draft token sees which.
     """
-    refuse_unsupported(logit_cap, is_cross, encoder_lens, sinks, k_scale, v_scale)
+    refuse_unsupported(logit_cap, is_cross, encoder_lens, k_scale, v_scale)
     news, starts = extend_seq_lens.tolist(), extend_start_loc.tolist()
     masks = iter(tree_mask[:sum(n * n for n in news)].split([n * n for n in news])) if tree_mask is not None else None
     # Equal lengths (verification) go as one batch; unequal ones (prefill) one by one, which wastes nothing on padding.
@@ -95,7 +101,7 @@ def extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, req
         if masks is not None:
             for i, row in enumerate(rows):
                 visible[i, :, before[i]:lens[i]] = next(masks).view(n, n).bool()
-        attended = attend(q[tokens].view(B, n, *q.shape[1:]), keys, values, scale, visible)
+        attended = attend(q[tokens].view(B, n, *q.shape[1:]), keys, values, scale, visible, sinks)
         out[tokens] = attended.to(out.dtype).flatten(0, 1)
 
 
@@ -108,7 +114,7 @@ def decode_attention_cpu(q, k_buffer, v_buffer, k_scale, v_scale, out, k, v, loc
     k, v may be None. MLA's v_buffer is a view of k_buffer's first columns. attn_logits is scratch of the compiled
     kernel, unused here.
     """
-    refuse_unsupported(logit_cap, is_cross, encoder_lens, sinks, k_scale, v_scale)
+    refuse_unsupported(logit_cap, is_cross, encoder_lens, k_scale, v_scale)
     if k is not None:
         k_buffer[loc] = k.view(-1, *k_buffer.shape[1:]).to(k_buffer.dtype)
         if v_buffer.data_ptr() != k_buffer.data_ptr():
@@ -116,7 +122,8 @@ def decode_attention_cpu(q, k_buffer, v_buffer, k_scale, v_scale, out, k, v, loc
     slots, visible = slots_of(req_to_token, req_pool_indices, seq_lens)
     if window > 0:
         visible &= torch.arange(visible.shape[1]) >= (seq_lens - window)[:, None]
-    out.copy_(attend(q[:, None], *gather(k_buffer, v_buffer, slots), scale, visible[:, None])[:, 0])
+    out.copy_(attend(q[:, None], *gather(k_buffer, v_buffer, slots), scale, visible[:, None],
+                    sinks)[:, 0])
 
 
 def build_draft_decode_metadata_cpu(req_to_token, req_pool_indices, seq_lens, topk, num_steps, pool_len):
