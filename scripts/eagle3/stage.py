@@ -142,11 +142,11 @@ def read_run_file(path: Path) -> dict:
                         f"{'nothing' if document is None else f'a {type(document).__name__}'}.")
     if unknown := sorted(map(str, set(document) - SECTIONS)):
         raise UserError(f"{path}: unknown section {unknown}; known: {sorted(SECTIONS)}.")
-    if wrong := [name for name in SECTIONS & set(document) if not isinstance(
-            document[name], (str, int, float) if name in ("run_dir", "target") else (dict, type(None)))]:
-        raise UserError(f"{path}: {sorted(wrong)[0]}: must be {'a path' if wrong[0] in ('run_dir', 'target') else 'keys'}"
-                        f", not {document[wrong[0]]!r:.80}.")
     hide(*secrets_in(document))
+    for name, value in document.items():
+        path_like = name in ("run_dir", "target")
+        if not isinstance(value, (str, int, float) if path_like else (dict, type(None))):
+            raise UserError(f"{path}: {name}: must be {'a path' if path_like else 'keys'}, not {value!r:.80}.")
     names = {f"{{{key}}}": str(document.get(key, "")) for key in ("run_dir", "target")}
 
     def fill(value):
@@ -221,7 +221,8 @@ def misfit(value: object, action: argparse.Action) -> str | None:
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, (list, type(None))) for item in items):
         return "holds an entry that is no value"
-    if any(isinstance(item, dict) for item in items) and action.type in (None, str, a_whole_number, a_number, a_time, a_path):
+    simple = (None, str, a_whole_number, a_number, a_time, a_path)
+    if any(isinstance(item, dict) for item in items) and action.type in simple:
         return "must be a value, not a mapping"
     return None
 
