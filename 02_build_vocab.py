@@ -15,6 +15,7 @@ few were seen, unseen ones by ascending id.
 Names: Vt target vocabulary, Vd draft vocabulary; d2t is an OFFSET: target_id = draft_id + d2t[draft_id].
 """
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -167,9 +168,13 @@ def count_files(args, responses: dict, vocab_size: int) -> tuple[np.ndarray, int
     count = partial(count_file, vocab_size=vocab_size, keys=keys, held_out=args.held_out, seed=args.seed)
     files, names = responses["files"], sorted(responses["files"])
     counts, n_rows, began = np.zeros((2, vocab_size), dtype=np.int64), 0, time.monotonic()
-    with (ProcessPoolExecutor(min(args.workers, max(1, len(names)))) as pool,
-          bar(responses["counts"]["kept"], " rows") as progress):
-        counted = pool.map(count, [args.data_dir / name for name in names], [files[name] for name in names])
+    with contextlib.ExitStack() as stack, bar(responses["counts"]["kept"], " rows") as progress:
+        try:
+            spread = stack.enter_context(ProcessPoolExecutor(min(args.workers, max(1, len(names))))).map
+        except OSError as error:
+            spread = map
+            log(f"counting in this process: others need shared memory, and /dev/shm gives none ({error.strerror})")
+        counted = spread(count, [args.data_dir / name for name in names], [files[name] for name in names])
         for number, (part, rows) in enumerate(counted, 1):
             counts, n_rows = counts + part, n_rows + rows
             progress.update(rows)
@@ -211,7 +216,7 @@ def count_file(path: Path, sha256: str, vocab_size: int, keys: tuple[bytes, ...]
                 hashed = hashlib.sha256(b"%d:%s" % (seed, row_id(line))).digest()
                 part = int(int.from_bytes(hashed[:8], "big") < threshold)
                 found = [ids_of(line, key) for key in keys]
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise UserError(f"{path}:{n_rows}: not a row of 01_generate.py. Copy the folder again.") from None
             batch[part].extend(found)
             size[part] += sum(map(len, found))

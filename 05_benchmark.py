@@ -385,8 +385,10 @@ def main(argv: list[str]) -> int | None:
     try:
         measure_and_report(Benchmark(args, endpoints, list(variants), provenance, masked(config)))
     except (ServerGone, OSError) as error:
-        stays = "" if isinstance(error, ServerGone) else ". What was measured stays; the same command goes on."
-        print(f"{STAGE}: {clean(str(error))}{stays}", file=sys.stderr, flush=True)
+        why = str(error) if isinstance(error, ServerGone) else (
+            f"{error.filename or args.output_dir}: {error.strerror or error}. What was measured stays; the same "
+            "command goes on.")
+        print(f"{STAGE}: {clean(why)}", file=sys.stderr, flush=True)
         return 1
     finally:
         endpoints.close()

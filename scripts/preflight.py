@@ -19,7 +19,7 @@ from eagle3.findings import ROOT, Findings, one_line, read_run  # noqa: E402
 from eagle3.machine_look import (check_gpus, check_limits, check_places, check_ports, check_sglang,  # noqa: E402
                                  check_versions)
 from eagle3.run_file_look import check_servers, check_urls  # noqa: E402
-from eagle3.stage import SCRIPTS, UserError, parse_args, run  # noqa: E402
+from eagle3.stage import SCRIPTS, UserError, parse_args, raising, run  # noqa: E402
 from eagle3.target_look import check_target, check_tokenizer  # noqa: E402
 
 STAGES = list(SCRIPTS.values())
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
                         help="only what these stages need (default: all)")
     parser.add_argument("--all-reduce-timeout", type=float, default=120, metavar="S",
                         help="for an all-reduce over the GPUs; 0: do not try one")
-    args = parser.parse_args(argv)
+    args = raising(parser).parse_args(argv)
     run_file, found, stages = read_run(args.config), Findings(), args.stage
     roles = set().union(*(ROLES.get(stage, set()) for stage in stages))
 

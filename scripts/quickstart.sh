@@ -8,6 +8,7 @@
 #
 # A stage's log is <run_dir>/logs/<stage>.log, a server's <run_dir>/logs/server_<role>.log.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "$0")/.."
 config=configs/quickstart.yaml only='' py=''
 die() { echo "quickstart: $2" >&2; exit "$1"; }
@@ -20,16 +21,28 @@ while [ $# -gt 0 ]; do
 done
 stages="01_generate 02_build_vocab 03_extract 04_train 05_benchmark"
 [ -z "$only" ] || [[ " $stages " == *" $only "* ]] || die 2 "--only $only: no such stage; there are: $stages."
+# What was named from another folder is meant from there
+[ -f "$config" ] || [ ! -f "$here/$config" ] || config=$here/$config
+[[ "$py" != */* ]] || [ -x "$py" ] || [ ! -x "$here/$py" ] || py=$here/$py
 [ -f "$config" ] || die 2 "$config: no such run file."
 if [ -z "$py" ]; then bash scripts/setup_venv.sh; py=.venv/bin/python; fi
 "$py" -c 'import yaml' 2> /dev/null || die 2 "$py: no Python with this project's packages. Name one with --python (pip install . gives them)."
 setting() { # setting a.b: that value of the run file
   "$py" -c '
-import sys, yaml
-document = value = yaml.safe_load(open(sys.argv[1]))
-for key in sys.argv[2].split("."):
-    value = value[key]
-print(value.format(**{key: document[key] for key in ("run_dir", "target")}))' "$config" "$1" 2>/dev/null || die 2 "$config: $1 is missing or the file is not readable YAML."
+import sys
+sys.path.insert(0, "scripts")
+from pathlib import Path
+from eagle3.stage import UserError, read_run_file
+try:
+    value = read_run_file(Path(sys.argv[1]))
+    for key in sys.argv[2].split("."):
+        value = value[key]
+    print(value)
+except UserError as error:
+    sys.exit(f"quickstart: {error}")
+except (KeyError, TypeError):
+    sys.exit(f"quickstart: {sys.argv[1]}: {sys.argv[2]} is missing.")
+' "$config" "$1" || exit 2
 }
 run=$(setting run_dir)  # one a line: only the last of several would stop the script
 target=$(setting target)
@@ -38,7 +51,8 @@ hidden_states=$(setting extract.output-dir)
 # The one target that is neither stored nor brought along
 [ "$target" != .run/tiny_llama ] || [ -f "$target/model.safetensors" ] || "$py" scripts/make_tiny_llama.py --output-dir "$target"
 [[ "$target" != */* ]] || [ -f "$target/config.json" ] || die 2 "$target: holds no config.json. Set \`target\` in $config to the target's folder."
-logs=$run/logs; mkdir -p "$logs"
+logs=$run/logs
+mkdir -p "$logs" 2> /dev/null && [ -w "$logs" ] || die 2 "$logs: cannot be written to. Set a \`run_dir\` of your own in $config."
 # Locks end with this script, however it dies: 8 is this run's, 9 the SGLang's that this Python imports, shared by all
 # who need its patch (servers.py shares it for each server, sglang_patch.py restores only when nobody does)
 sglang=$("$py" -c 'import importlib.util as u; print(u.find_spec("sglang").submodule_search_locations[0])' 2> /dev/null) || die 2 "$py imports no SGLang. Install one (configs/README.md), or name another Python with --python."

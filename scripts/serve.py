@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from eagle3.servers import ending, start_server, stop_server  # noqa: E402
-from eagle3.stage import UserError, read_run_file, run  # noqa: E402
+from eagle3.stage import UserError, raising, read_run_file, run  # noqa: E402
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,7 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    args = build_parser().parse_args(argv)
+    args = raising(build_parser()).parse_args(argv)
+    if args.wait <= 0:
+        raise UserError(f"--wait {args.wait:g}: must be above 0.")
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if sign != signal.SIGHUP or signal.getsignal(sign) != signal.SIG_IGN:  # nohup has it ignored
             signal.signal(sign, lambda *_: sys.exit(0))

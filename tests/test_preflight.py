@@ -116,6 +116,7 @@ FAULTS = {
     "no config.json": (lambda t: (t / "config.json").unlink(), ["no readable config.json"]),
     "no tokenizer": (lambda t: [path.unlink() for path in t.glob("tokenizer*")], ["no tokenizer can be loaded"]),
     "another template": (lambda t: (t / "chat_template.jinja").write_text("{{ messages[0].content }}"), ["thinking on", "thinking off"]),
+    "a generation config of other bytes": (lambda t: (t / "generation_config.json").write_bytes(b"{}\0"), ["generation_config.json: not readable"]),
     "no template": (lambda t: (t / "chat_template.jinja").unlink(), ["the chat template fails"]),
 }
 

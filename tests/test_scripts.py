@@ -291,7 +291,7 @@ def test_a_second_quickstart_of_a_run_is_refused(tmp_path):
 
 def test_serve_says_what_is_wrong_with_a_run_file(tmp_path):
     (tmp_path / "list.yaml").write_text("- a\n")
-    for name, text in (("no.yaml", "not a readable YAML file"), ("list.yaml", "unknown section")):
+    for name, text in (("no.yaml", "not a readable YAML file"), ("list.yaml", "no sections in it, but a list")):
         done = subprocess.run([sys.executable, str(ROOT / "scripts/serve.py"), "--config", str(tmp_path / name), "--role", "plain", "--log", str(tmp_path / "log")],
                               text=True, capture_output=True)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and text in done.stderr

@@ -103,7 +103,8 @@ def check_descriptors(streams: int) -> None:
     needed = streams + SPARE_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise UserError(f"--concurrency: {streams} streams need {needed} open files, the limit here is {hard} "
-                        f"(ulimit -Hn). Raise it, or use at most {max(1, hard - SPARE_FILES)} streams.")
+                        "(ulimit -Hn). Raise it"
+                        + (f", or use at most {hard - SPARE_FILES} streams." if hard > SPARE_FILES else "."))
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -179,5 +179,6 @@ def ensure_open_files(concurrency: int, servers: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         log(f"open files: the limit of this process is now {needed:,} (it was {soft:,})")
         return
-    raise UserError(f"--concurrency {concurrency}: needs {needed:,} open files, this process may have {hard:,}. Lower "
-                    f"it to {max(1, (hard - SPARE_FILES) // max(1, servers)):,}, or raise the limit (ulimit -n).")
+    most = (hard - SPARE_FILES) // max(1, servers)
+    raise UserError(f"--concurrency {concurrency}: needs {needed:,} open files, this process may have {hard:,}. "
+                    + (f"Lower it to {most:,}, or raise" if most > 0 else "Raise") + " the limit (ulimit -n).")

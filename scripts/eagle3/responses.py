@@ -174,7 +174,7 @@ def read_jsonl(path: Path) -> Iterator[dict]:
                     if not isinstance(row, dict):
                         raise ValueError("no object")
                     yield row
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSONL (line {number}: {error}).") from None
 
 

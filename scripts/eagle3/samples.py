@@ -62,7 +62,7 @@ def read_row(raw: bytes, place: str) -> tuple[str, int, list[int]]:
         ids = prompt + response
         if not isinstance(sample_id, str) or not all(isinstance(token, int) and token >= 0 for token in ids):
             raise ValueError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{place}: no row with id, prompt_ids and response_ids. Run 01_generate.py again.") from None
     if not ID.fullmatch(sample_id):
         raise UserError(f"{place}: id {sample_id!r} is no safe file name. Run 01_generate.py again.")

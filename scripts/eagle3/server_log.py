@@ -40,11 +40,13 @@ EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 COMPLAINT = re.compile(r"\b(error|exception|fatal|refused|out of memory|no space left|not found)\b", re.I)
 
 
-def open_file(path: Path) -> IO:
-    """Raises UserError."""
+def open_file(path: Path, line: str = "") -> IO:
+    """To append to, after `line`. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "ab")
+        file = open(path, "ab", buffering=0)
+        file.write(line.encode())
+        return file
     except OSError as error:
         raise UserError(f"{path}: the server's log cannot be written there ({error.strerror}). "
                         "Name another place.") from None
@@ -60,9 +62,7 @@ def check_writable(folder: Path) -> None:
 @contextlib.contextmanager
 def opened(path: Path, command: str) -> Iterator[int]:
     """A file descriptor for what a server says, after a line with its `command`. Raises UserError."""
-    with open_file(path) as out:
-        out.write(f"{STARTED}{time.strftime('%Y-%m-%dT%H:%M:%S')} {clean(command)}\n".encode())
-        out.flush()
+    with open_file(path, f"{STARTED}{time.strftime('%Y-%m-%dT%H:%M:%S')} {clean(command)}\n") as out:
         secrets = hidden()
         if not secrets:
             yield out.fileno()

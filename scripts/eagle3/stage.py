@@ -6,15 +6,18 @@ file whole, and writes manifest.json last: where that stands, the stage is compl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import IO, Callable
 
@@ -35,14 +38,29 @@ class UserError(Exception):
     """Bad input or configuration. The message says what, where and what to do; the script ends with exit code 2."""
 
 
+class OutputGone(Exception):
+    """Nothing more can be written to stdout. No OSError: it is no trouble of the disk that a stage writes to."""
+
+
 # ---- what the user sees ----
 def log(event: str) -> None:
-    """One line, flushed: `2026-11-29T12:00:00 train step 420/12000 | ...`. A bar on the terminal stays below it."""
-    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {re.sub(r'^[0-9]+_', '', PROGRAM)} {clean(event)}"
-    if getattr(tqdm, "_instances", None):
-        tqdm.write(line, file=sys.stdout)
-    else:
-        print(line, flush=True)
+    """One line, flushed: `2026-11-29T12:00:00 train step 420/12000 | ...`. A bar on the terminal stays below it.
+
+    Raises OutputGone.
+    """
+    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {re.sub(r'^[0-9]+_', '', PROGRAM)} {one_line(event)}"
+    try:
+        if getattr(tqdm, "_instances", None):
+            tqdm.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+    except OSError as error:
+        raise OutputGone(error.strerror) from None
+
+
+def one_line(text: object) -> str:
+    """For a terminal: no secrets, and a line break in a name is no line break."""
+    return "\\n".join(clean(str(text)).splitlines())
 
 
 def bar(total: int | None, unit: str, done: int = 0) -> tqdm:
@@ -60,33 +78,75 @@ def duration(seconds: float) -> str:
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Exit with main(argv)'s code; bad input ends in a line and 2, Ctrl-C in 130, the rest in a traceback and 1."""
+    """Exit with main(argv)'s code; bad input ends in a line and 2, Ctrl-C in 130, the rest in 1.
+
+    What the machine refused (a disk, a limit, a reader of the output that went away) is a line, the rest a traceback.
+    """
+    for name in ("stdin", "stdout", "stderr"):  # closed: its descriptor would become that of the next file
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     for stream in (sys.stdout, sys.stderr):  # a terminal that knows only ASCII gets escapes, not a traceback
         stream.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:]) or 0
+        sys.stdout.flush()
     except UserError as error:
-        print(f"{PROGRAM}: {clean(str(error))}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        code = ended(str(error), 2)
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted. The same command goes on from here.", file=sys.stderr, flush=True)
-        sys.exit(130)
+        code = ended("interrupted. The same command goes on from here.", 130)
+    except (OutputGone, BrokenPipeError) as error:
+        code = ended(f"its output cannot be written any more ({error}). The same command goes on from here; write the "
+                     "output to a file on a disk with room.", 1)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        code = ended(f"{error.filename or 'a file'}: {error.strerror} ({Path(frame.filename).name}, line "
+                     f"{frame.lineno}). Mend that and run the same command again.", 1)
+    sys.exit(code)
+
+
+def ended(why: str, code: int) -> int:
+    """Say why a script ends, where anybody hears it."""
+    with contextlib.suppress(OSError):
+        print(f"{PROGRAM}: {one_line(why)}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nothing more goes into a pipe without a reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 # ---- the run file and the flags ----
+class RunFile(yaml.SafeLoader):
+    """A key that stands twice in one mapping is a mistake, not the last of both."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands there twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
 def read_run_file(path: Path) -> dict:
     """The run's YAML file with `{run_dir}` and `{target}` filled in. Raises UserError."""
     try:
-        document = yaml.safe_load(path.read_text()) or {}
+        document = yaml.load(path.read_bytes(), RunFile)
     except yaml.MarkedYAMLError as error:  # its own words repeat the line, which may hold a key
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}: not a readable YAML file ({error.problem}{line}).") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not a readable YAML file ({' '.join(str(error).split())}).") from None
-    if not isinstance(document, dict) or not set(document) <= SECTIONS:
-        unknown = sorted(map(str, set(document) - SECTIONS)) if isinstance(document, dict) else type(document).__name__
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: not a readable run file: no sections in it, but "
+                        f"{'nothing' if document is None else f'a {type(document).__name__}'}.")
+    if unknown := sorted(map(str, set(document) - SECTIONS)):
         raise UserError(f"{path}: unknown section {unknown}; known: {sorted(SECTIONS)}.")
     hide(*secrets_in(document))
+    for name, value in document.items():
+        path_like = name in ("run_dir", "target")
+        if not isinstance(value, (str, int, float) if path_like else (dict, type(None))):
+            raise UserError(f"{path}: {name}: must be {'a path' if path_like else 'keys'}, not {value!r:.80}.")
     names = {f"{{{key}}}": str(document.get(key, "")) for key in ("run_dir", "target")}
 
     def fill(value):
@@ -103,10 +163,17 @@ def read_run_file(path: Path) -> dict:
 
 def raising(parser: argparse.ArgumentParser, where: str = "",
             advice: str = " See --help.") -> argparse.ArgumentParser:
-    """`parser`, which raises its complaints as a UserError instead of ending the process."""
+    """`parser`, which raises its complaints as a UserError instead of ending the process.
+
+    It refuses numbers and paths that no script could do anything with.
+    """
     def fail(message):
         raise UserError(f"{where}{message}.{advice}")
 
+    for action in parser._actions:
+        name = action.option_strings[-1] if action.option_strings else ""
+        number = a_time if re.search(r"(-s|wait|timeout|-interval)$", name) else a_number
+        action.type = {Path: a_path, int: a_whole_number, float: number}.get(action.type, action.type)
     parser.error = fail
     return parser
 
@@ -115,8 +182,6 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
     """Flags, over `section` of the --config file, over the defaults. An unknown key is a UserError."""
     raising(parser).add_argument("--config", type=Path, metavar="FILE.yaml",
                         help=f"run file; its section `{section}` holds flags")
-    for action in parser._actions:
-        action.type = a_path if action.type is Path else action.type
     hide(*secrets_in(argv))  # a key on the command line by mistake stands in argparse's complaint
     probe = raising(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     probe.add_argument("--config", type=Path)
@@ -150,21 +215,49 @@ def tokens_of(parser: argparse.ArgumentParser, section: str, values: dict, path:
 
 def misfit(value: object, action: argparse.Action) -> str | None:
     """Why a run file's value cannot be one of this flag, where argparse would not see it."""
-    several = action.nargs in ("*", "+") or isinstance(action.nargs, int) or isinstance(action, argparse._AppendAction)
+    several = action.nargs not in (None, 0, "?") or isinstance(action, argparse._AppendAction)
     if isinstance(value, list) and not several:
         return f"must be one value, not the list {value}"
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, (list, type(None))) for item in items):
         return "holds an entry that is no value"
-    if any(isinstance(item, dict) for item in items) and action.type in (None, str, int, float, a_path):
+    simple = (None, str, a_whole_number, a_number, a_time, a_path)
+    if any(isinstance(item, dict) for item in items) and action.type in simple:
         return "must be a value, not a mapping"
     return None
 
 
+def a_whole_number(text: str) -> int:
+    """A flag's; not beyond what other libraries count with."""
+    if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number of at most 18 digits")
+    return int(text)
+
+
+def a_number(text: str) -> float:
+    """A flag's: nan and inf stand for no setting."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no number")
+    return number
+
+
+def a_time(text: str) -> float:
+    """A flag's, in seconds: a few years at most, as clocks and sockets take no more."""
+    if abs(number := a_number(text)) > 1e8:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is more than three years")
+    return number
+
+
 def a_path(text: str) -> Path:
-    """A flag's path: an empty one would be the working directory."""
-    if not text or "\0" in text:
-        raise argparse.ArgumentTypeError("an empty path" if not text else f"{text!r} holds a zero byte")
+    """A flag's path: an empty one would be the working directory, others no file system takes."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError("an empty path" if not text.strip() else f"{text!r} holds a zero byte")
+    if max(len(os.fsencode(part)) for part in text.split(os.sep)) > 255 or len(os.fsencode(text)) > 4000:
+        raise argparse.ArgumentTypeError(f"{text[:40]}...: too long a name for a path")
     return Path(text)
 
 
@@ -204,11 +297,11 @@ def whole_lines(path: Path) -> bytes:
 def read_json(path: Path) -> dict:
     """A JSON file. Raises UserError."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())  # in UTF-8, -16 or -32, with or without a mark
         if not isinstance(found, dict):
             raise ValueError("no object")
         return found
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable ({' '.join(str(error).split())}).") from None
 
 

@@ -152,10 +152,12 @@ def end_of_turn(tokenizer) -> str | None:
 def check_stops(target: Path, name: str | None, end: int | None, found: Findings) -> None:
     """What ends a turn ends generation."""
     path = target / "generation_config.json"
+    if not path.exists():
+        return  # SGLang then takes config.json's
     try:
         stops = read_json(path).get("eos_token_id")
-    except UserError:
-        return  # SGLang then takes config.json's
+    except UserError as error:
+        return found.add(str(error), path, "download that file again")
     if end is not None and end not in (stops if isinstance(stops, list) else [stops]):
         found.add(f"generation stops at {stops}, {name} is {end}", path,
                   "add it to eos_token_id, or answers will run on past the end of their turn", "warning")

@@ -176,8 +176,9 @@ def check_folders(args) -> None:
     if args.order == "plan" and (len(args.data_dirs) > 1 or args.data_weight):
         raise UserError("--order plan and --follow go through one --data-dir as 03 planned it, without --data-weight.")
     weights = args.data_weight
-    if weights and (len(weights) != len(args.data_dirs) or not all(0 < weight < math.inf for weight in weights)):
-        raise UserError(f"--data-weight {weights}: one above 0 for each of {len(args.data_dirs)} --data-dir.")
+    if weights and (len(weights) != len(args.data_dirs) or not all(0 < weight <= 1000 for weight in weights)):
+        raise UserError(f"--data-weight {weights}: one above 0, at most 1000, for each of {len(args.data_dirs)} "
+                        "--data-dir.")
     if args.eval_every and not args.val_data_dir and (args.follow or not args.val_ratio):
         why = "with --follow they are there at the end only" if args.follow else "--val-ratio is 0"
         raise UserError(f"--eval-every needs validation samples, and {why}. Name some with --val-data-dir, or leave it "
