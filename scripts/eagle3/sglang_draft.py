@@ -173,17 +173,16 @@ def parameter_of(name: str, version: tuple[int, ...]) -> str:
 
 
 def filled(parameter: str, shape: list[int], needed: dict[str, list[int]]) -> dict[str, tuple[slice, list[int]]]:
-    """{parameter: (rows of the tensor, shape of that part)}: of a merged tensor q, k and v, or gate and up."""
+    """{parameter: (rows of the tensor, shape of that part)}: of a merged tensor that fits: q, k, v or gate, up."""
     whole = next((name for name in MERGED if f".{name}." in parameter), None)
     if not whole:
         return {parameter: (slice(0, shape[0] if shape else 0), list(shape))}
     parts = [parameter.replace(whole, part) for part in MERGED[whole]]
-    if not set(parts) <= needed.keys():
-        return {parameter: (slice(0, shape[0]), list(shape))}
-    rows, found, begin = [needed[part][0] for part in parts], {}, 0
-    fits = sum(rows) == shape[0]
+    rows, found, begin = [needed.get(part, [0])[0] for part in parts], {}, 0
+    if sum(rows) != shape[0]:
+        return {f"{parameter} ({shape[0]} rows, its parts take {sum(rows)})": (slice(0, shape[0]), list(shape))}
     for part, count in zip(parts, rows):
-        found[part] = slice(begin, begin + count), [count if fits else shape[0], *shape[1:]]
+        found[part] = slice(begin, begin + count), [count, *shape[1:]]
         begin += count
     return found
 
@@ -207,8 +206,8 @@ def loaded(shapes: dict[str, list[int]], config: dict, version: str | None = Non
     needed, taken, places, dropped, times = wanted(config), {}, {}, [], Counter()
     for name, shape in shapes.items():
         parts = filled(parameter_of(name, numbers), shape, needed)
-        if not all(part in needed or harmless(part) for part in parts):
-            dropped.append(name)
+        if odd := [part for part in parts if part not in needed and not harmless(part)]:
+            dropped.append(odd[0] if odd[0].endswith(")") else name)
             continue
         times.update(list(parts))
         for part, (rows, own) in parts.items():
