@@ -11,9 +11,10 @@ from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
 
+from eagle3 import rope
 from eagle3.stage import UserError
 
-IN_EVERY_LAYER = ("down", "gate_up", "o", "q_hidden", "kv_hidden", "hidden_norm", "post_norm")
+IN_EVERY_LAYER = ("down", "gate_up", "o", "q_hidden", "kv_hidden", "hidden_norm", "post_norm", "o_bias")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Shape:
     aux_states: int = 3  # A, of the target, concatenated
     aux_norm: str = ""  # of them before fc: "each" (SGLang's fc_norm), "all" (norm_before_fc), or none
     norm_output: bool = False  # the next draft step gets norm(h') instead of h'
+    rope_scaling: dict | None = None  # config.json's, where it is no plain RoPE (rope.py)
+    o_bias: bool = False  # of o_proj; SGLang gives q, k and v none
+    fc_bias: bool = False
 
     def as_config(self) -> dict:
         """For a stage's config: what has its default stays out, so that older folders agree with it."""
@@ -57,7 +61,9 @@ class Shape:
                  "hidden_norm": (h,), "post_norm": (h,), "norm": (h,)}
         if self.aux_norm:
             found["aux_norm"] = (self.aux_states * h,)
-        return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER}
+        found |= {name: (h,) for name in ("o_bias", "fc_bias") if getattr(self, name)}
+        return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER
+                        if name in found}
 
     def flops(self, context: int, query: int, pairs: int, steps: int) -> float:
         """Arithmetic of one forward and backward pass: the yardstick of MFU.
@@ -134,20 +140,18 @@ class Drafter:
         self.weights = NamedTensors(shape.weights(), dtype, device) if rounded else self.master
         self.embed, self.target_head = embed.to(device, dtype), target_head.to(device, dtype)
         self.draft_ids = draft_ids.to(device)
-        angle_dtype = self.master.flat.dtype
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=angle_dtype, device=device) / shape.head_dim
-        inverse = shape.rope_theta ** -exponents
-        angles = torch.arange(positions, dtype=angle_dtype, device=device)[:, None] * inverse
-        self.rope_table = angles.cos(), angles.sin()  # (positions, D/2) each
+        every = torch.arange(positions, dtype=self.master.flat.dtype, device=device)
+        self.rope_table = rope.table(shape.rope_theta, shape.rope_scaling, shape.head_dim, shape.max_positions,
+                                     every)  # (positions, D/2) each
 
     def initialise(self, seed: int) -> None:
-        """Fresh weights: norms at 1, lm_head the target's rows, the rest uniform as torch.nn.Linear's."""
+        """Fresh weights: norms 1, biases 0, lm_head the target's rows, the rest uniform as torch.nn.Linear's."""
         generator = torch.Generator(self.master.flat.device).manual_seed(seed)
         for name, view in self.master.views.items():
             if name == "lm_head":
                 view.copy_(self.target_head)
             elif view.dim() == 1:
-                view.fill_(1)
+                view.fill_("bias" not in name)
             else:
                 first = name in ("q_embed", "kv_embed", "q_hidden", "kv_hidden")  # their input is [embedding, hidden]
                 fan_in = view.shape[1] * (2 if first else 1)
@@ -174,6 +178,8 @@ class Drafter:
         """The tensors of SGLang's LlamaForCausalLMEagle3 by its names, on the CPU."""
         named, keys = {"lm_head.weight": source["lm_head"], "norm.weight": source["norm"]}, self.shape.key_columns
         named["fc.weight"] = source["fc"]
+        if self.shape.fc_bias:
+            named["fc.bias"] = source["fc_bias"]
         if self.shape.aux_norm:
             names = aux_norm_names(self.shape)
             named |= zip(names, source["aux_norm"].chunk(len(names)))
@@ -187,6 +193,7 @@ class Drafter:
                      "hidden_norm": w["hidden_norm"], "post_attention_layernorm": w["post_norm"]}
             parts |= {"input_layernorm": w["input_norm"]} if "input_norm" in w else {}
             named |= {f"{prefix}{part}.weight": tensor for part, tensor in parts.items()}
+            named |= {f"{prefix}self_attn.o_proj.bias": w["o_bias"]} if "o_bias" in w else {}
         named = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in named.items()}
         named["d2t"] = (self.draft_ids - torch.arange(len(self.draft_ids), device=self.draft_ids.device)).cpu()
         assert set(named) == exported_names(self.shape)
@@ -200,6 +207,7 @@ class Drafter:
         new = {"lm_head": named["lm_head.weight"], "norm": named["norm.weight"], "fc": named["fc.weight"]}
         if self.shape.aux_norm:
             new["aux_norm"] = torch.cat([named[name] for name in aux_norm_names(self.shape)])
+        new["fc_bias"] = named.get("fc.bias")
         for layer, prefix in enumerate(layer_prefixes(self.shape)):
             suffix = f".{layer}" if layer else ""
             part = {name.removeprefix(prefix).removesuffix(".weight"): tensor for name, tensor in named.items()
@@ -210,7 +218,8 @@ class Drafter:
                 new["input_norm"] = part["input_layernorm"]
             found = {"q_hidden": q, "kv_hidden": kv, "o": part["self_attn.o_proj"], "down": part["mlp.down_proj"],
                      "gate_up": torch.cat([part["mlp.gate_proj"], part["mlp.up_proj"]]),
-                     "hidden_norm": part["hidden_norm"], "post_norm": part["post_attention_layernorm"]}
+                     "hidden_norm": part["hidden_norm"], "post_norm": part["post_attention_layernorm"],
+                     "o_bias": part.get("self_attn.o_proj.bias")}
             new |= {f"{name}{suffix}": tensor for name, tensor in found.items()}
         for name, view in self.master.views.items():
             if new[name].shape != view.shape:
@@ -243,6 +252,8 @@ def exported_names(shape: Shape) -> set[str]:
              "hidden_norm", "post_attention_layernorm"]
     names = {f"{prefix}{part}.weight" for prefix in layer_prefixes(shape) for part in parts}
     names |= {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.input_layernorm.weight"}
+    names |= {f"{prefix}self_attn.o_proj.bias" for prefix in layer_prefixes(shape) if shape.o_bias}
+    names |= {"fc.bias"} if shape.fc_bias else set()
     return names | set(aux_norm_names(shape)) if shape.aux_norm else names
 
 
@@ -259,10 +270,12 @@ def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict
             "vocab_size": shape.vocab,
             "draft_vocab_size": shape.draft_vocab, "max_position_embeddings": shape.max_positions,
             "rms_norm_eps": shape.rms_norm_eps, "rope_theta": shape.rope_theta, "tie_word_embeddings": False,
-            "attention_bias": False, "torch_dtype": dtype, "bos_token_id": target.get("bos_token_id"),
+            "attention_bias": shape.o_bias, "torch_dtype": dtype, "bos_token_id": target.get("bos_token_id"),
             "eos_token_id": target.get("eos_token_id"),
             **({"fc_norm": True} if shape.aux_norm == "each" else {}),
             **({"norm_output": True} if shape.norm_output else {}),
+            **({"bias": True} if shape.fc_bias else {}),
+            **({"rope_scaling": shape.rope_scaling} if shape.rope_scaling else {}),
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True,
                              **({"norm_before_fc": True} if shape.aux_norm == "all" else {})}}
 
@@ -281,13 +294,15 @@ def aux_norm_of(kind) -> str:
 
 
 def read_shape(config: dict) -> Shape:
-    """The Shape that `draft_config` wrote down."""
-    kind = kind_of(config)
+    """The Shape that a config.json describes, complete as sglang_draft.completed leaves it. Raises KeyError."""
+    kind, theta = kind_of(config), rope.rope_of(config)[1]
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"],
                  config["head_dim"], config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
-                 config["rms_norm_eps"], config["rope_theta"], config["max_position_embeddings"],
-                 kind["draft_layers"], len(ids or range(3)), aux_norm_of(kind), kind["norm_output"])
+                 config["rms_norm_eps"], theta, config["max_position_embeddings"], kind["draft_layers"],
+                 config.get("num_aux_hidden_states") or len(ids or range(3)), aux_norm_of(kind), kind["norm_output"],
+                 rope.rope_scaling(config), bool(config.get("attention_bias") or config.get("bias")),
+                 bool(config.get("bias")))
 
 
 def served_from(shape: Shape) -> str:
@@ -295,6 +310,11 @@ def served_from(shape: Shape) -> str:
 
     Read in their wheels; older ones ignore its keys in silence.
     """
+    scaling = shape.rope_scaling or {}
+    if not scaling.get("truncate", True):
+        return "0.5.21"
     if shape.aux_norm == "all":
         return "0.5.17"
+    if {"mscale", "mscale_all_dim"} <= scaling.keys():
+        return "0.5.16"
     return "0.5.12" if shape.aux_norm or shape.norm_output or shape.layers > 1 or shape.aux_states != 3 else "0.5.10"

@@ -25,7 +25,9 @@ FOLDED = {"q_embed": "input_norm", "kv_embed": "input_norm", "fc": "aux_norm"}  
 
 
 def runs(draft) -> bool:
-    """Whether this pass can train this drafter where it lies."""
+    """Whether this pass can train this drafter where it lies; one with biases, a rare kind, the plain pass trains."""
+    if draft.shape.o_bias:
+        return False
     return draft.master.flat.is_cuda and draft.dtype in (torch.bfloat16, torch.float16) and triton_runs()
 
 
