@@ -249,8 +249,9 @@ def check_layers(stored: Stored, layers: list[int], where: Path, target: Path, v
                  meant: str | None) -> str | None:
     """That it is fed the layers which `where` holds; None, or what is to be said of its ids. Raises UserError.
 
-    By eagle3.json, else by its ids as the serving SGLang (`version`) reads them for `target` (target.layer_rule). Ids that mean these layers to other
-    releases alone are taken, and said: what 04 exports has ids for the release that serves it.
+    By eagle3.json, else by its ids as the serving SGLang (`version`) reads them for `target` (target.layer_rule). Ids
+    that mean these layers to other releases alone are taken, and said: what 04 exports has ids for the release that
+    serves it.
     """
     if "capture_layers" in stored.about:
         fed, of = stored.about["capture_layers"], "trained on"

@@ -35,8 +35,8 @@ from eagle3.target import Target
 def read_fed(folder: Path, target: Target, sources: list[Source], version: str | None, meant: str | None) -> Stored:
     """A drafter that SGLang feeds these states; what there is to say of it is logged.
 
-    version: the SGLang that serves it (None: the one that captured); meant: see target.layer_rule. Raises UserError where it is not whole, or is fed
-    other states.
+    version: the SGLang that serves it (None: the one that captured); meant: see target.layer_rule. Raises UserError
+    where it is not whole, or is fed other states.
     """
     stored = read_drafter(folder, target)
     for source in sources:

@@ -126,7 +126,8 @@ def read_inputs(args, say) -> Inputs:
 def read_start(args, target: Target, layers: list[int], draft_ids: torch.Tensor, version: str) -> Stored:
     """The drafter to start from. Raises UserError where it is fed other layers or drafts other tokens than this run's.
 
-    args: finetune_from, data_dir, vocab_mapping_dir, layer_id_rule; draft_ids (Vd,) of that map; version: the SGLang that serves.
+    args: finetune_from, data_dir, vocab_mapping_dir, layer_id_rule; draft_ids (Vd,) of that map; version: the SGLang
+    that serves.
     """
     found = read_drafter(args.finetune_from, target)
     note = check_layers(found, layers, args.data_dir, target.folder, version, args.layer_id_rule)
