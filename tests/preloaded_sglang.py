@@ -95,6 +95,7 @@ def main() -> None:
             os.close(pids)
             serve_as(json.loads(line), added, serve)
         os.write(pids, f"{pid}\n".encode())
+    os._exit(0)  # at once: all of SGLang would be taken down piece by piece
 
 
 if __name__ == "__main__":
