@@ -263,7 +263,7 @@ class Release:
                     served = which and self.served_by(which)
                     if served:
                         computes, definer, rule = served
-                        elsewhere = self.definer(computes, "forward")[0] != definer[0]
+                        elsewhere = (self.definer(computes, "forward") or "?")[0] != definer[0]
                         found.setdefault((definer[0], rule), ([], []))[elsewhere].append(name)
                 except NotUnderstood as why:
                     unclear[name] = f"{stem}.py: {why}"

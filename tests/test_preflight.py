@@ -94,6 +94,11 @@ def rewrite(target, change):
     (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept | dict.fromkeys(tensors, shard(target).name)}))
 
 
+def rename(target):
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"architectures": ["NobodysForCausalLM"]}))
+
+
 FAULTS = {
     "a shard is missing": (lambda t: shard(t).rename(t / "x"), ["missing, though the index names it"]),
     "a shard is cut short": (cut, ["damaged or cut short"]),
@@ -102,6 +107,7 @@ FAULTS = {
     "the embedding is quantised": (lambda t: rewrite(t, lambda w: {k + "_packed": v for k, v in w.items()}), ["quantised?"]),
     "the embedding is no float": (lambda t: rewrite(t, lambda w: {k: v.char() for k, v in w.items()}), ["quantised (I8)"]),
     "no config.json": (lambda t: (t / "config.json").unlink(), ["no readable config.json"]),
+    "an architecture that nobody has": (rename, ["in no file that this patch knows", "what layer ids mean to SGLang 0.5.23"]),
     "no tokenizer": (lambda t: [path.unlink() for path in t.glob("tokenizer*")], ["no tokenizer can be loaded"]),
     "another template": (lambda t: (t / "chat_template.jinja").write_text("{{ messages[0].content }}"), ["thinking on", "thinking off"]),
     "no template": (lambda t: (t / "chat_template.jinja").unlink(), ["the chat template fails"]),
@@ -174,6 +180,7 @@ def edit(*keys, value):
     (edit("servers", "extract", "env", value={}), "is not set, so nothing would be captured"),
     (edit("servers", "extract", "env", "EAGLE3_CAPTURE_DIR", value="/elsewhere"), "03 waits at"),
     (edit("servers", "extract", "env", "EAGLE3_CAPTURE_LAYERS", value="2,4,8"), "capture layers 2,4,8, the target has 8"),
+    (edit("servers", "extract", "env", "EAGLE3_CAPTURE_LAYERS", value="1,4,6"), "cannot capture layers [1, 4, 6]"),
     (edit("servers", "speculative", "flags", "speculative-num-steps", value=5), "serving with 5 steps, training with 3 TTT steps"),
     (edit("servers", value={"plain": {"command": ["scripts/cpu_engine/serve.py"]}}), "the role"),
     (edit("build_vocab", "draft-vocab-size", value=5000), "draft vocabulary 5000, the target's is 2432"),
