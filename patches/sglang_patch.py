@@ -195,7 +195,8 @@ def restore(there: Installation, versions: dict[str, str]) -> str:
     elif there.kept.exists():
         there.require_known(versions)  # a leftover beside a file that is neither: somebody else's business
     for path in (there.kept, *there.copies, *(there.folder / "srt/__pycache__").glob("eagle3_capture*.pyc")):
-        path.unlink(missing_ok=True)
+        if path.exists():  # where nothing may be written, that nothing is there is no error
+            path.unlink()
     return "original"
 
 
@@ -246,3 +247,5 @@ if __name__ == "__main__":
     except UserError as error:
         print(f"{STAGE}: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # it is done, and nobody wants to hear it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
