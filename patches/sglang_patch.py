@@ -236,7 +236,8 @@ def restore(there: Installation) -> str:
         write_atomic(file.path, file.original, file.path)
     for path in (*(file.kept for file in there.files.values()), *there.copies,
                  *(there.folder / "srt/__pycache__").glob("eagle3_capture*.pyc")):
-        path.unlink(missing_ok=True)
+        if path.exists():  # where nothing may be written, that nothing is there is no error
+            path.unlink()
     return "original"
 
 
@@ -298,3 +299,5 @@ if __name__ == "__main__":
     except UserError as error:
         print(f"{STAGE}: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # it is done, and nobody wants to hear it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

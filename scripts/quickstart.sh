@@ -8,6 +8,8 @@
 #
 # A stage's log is <run_dir>/logs/<stage>.log, a server's <run_dir>/logs/server_<role>.log.
 set -euo pipefail
+{ true 3>&1; } 2> /dev/null || exec > /dev/null  # closed: what it says goes nowhere
+{ true 3>&2; } 2> /dev/null || exec 2> /dev/null
 here=$PWD
 cd "$(dirname "$0")/.."
 config=configs/quickstart.yaml only='' py=''

@@ -240,3 +240,13 @@ def test_as_a_process_twice_and_with_another_size(tmp_path, capsys):
     code, *_ = build(capsys, data, tmp_path / "one", "--draft-vocab-size", 64)
     assert code == 0
     assert all((tmp_path / "one" / name).read_bytes() == data for name, data in before.items() if name != ".lock")
+
+
+def test_counting_without_shared_memory(tmp_path, monkeypatch, capsys):
+    """Processes share their locks in /dev/shm."""
+    def pool(workers):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(vocab, "ProcessPoolExecutor", pool)
+    code, said, _ = build(capsys, responses(tmp_path / "responses", [[1, 2, 3], [2, 3], [3]]), tmp_path / "out", "--draft-vocab-size", 64)
+    assert code == 0 and "counting in this process: " in said and (tmp_path / "out/manifest.json").exists()

@@ -29,6 +29,8 @@ from eagle3.masking import clean, hide, secrets_in
 SCHEMA = 1  # of every artifact
 SCRIPTS = {"generate": "01_generate", "build_vocab": "02_build_vocab", "extract": "03_extract", "train": "04_train",
            "benchmark": "05_benchmark"}  # a run file's sections and whose flags they hold
+NAMED = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM,
+         errno.EROFS)  # what is wrong with a path that somebody named
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 SECTIONS = {"run_dir", "target", "servers", *SCRIPTS}
 PROGRAM = Path(sys.argv[0]).stem  # "04_train"
@@ -80,7 +82,8 @@ def duration(seconds: float) -> str:
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Exit with main(argv)'s code; bad input ends in a line and 2, Ctrl-C in 130, the rest in 1.
 
-    What the machine refused (a disk, a limit, a reader of the output that went away) is a line, the rest a traceback.
+    What the machine refused (a path, a disk, a limit, a reader of the output that went away) is a line too, what is
+    left a traceback.
     """
     for name in ("stdin", "stdout", "stderr"):  # closed: its descriptor would become that of the next file
         if getattr(sys, name) is None:
@@ -102,7 +105,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         code = ended(f"{error.filename or 'a file'}: {error.strerror} ({Path(frame.filename).name}, line "
-                     f"{frame.lineno}). Mend that and run the same command again.", 1)
+                     f"{frame.lineno}). Mend that and run the same command again.", 2 if error.errno in NAMED else 1)
     sys.exit(code)
 
 
@@ -215,6 +218,8 @@ def tokens_of(parser: argparse.ArgumentParser, section: str, values: dict, path:
 
 def misfit(value: object, action: argparse.Action) -> str | None:
     """Why a run file's value cannot be one of this flag, where argparse would not see it."""
+    if isinstance(value, bool) and action.nargs != 0 and not action.choices:
+        return f"must be a value, not {value}"
     several = action.nargs not in (None, 0, "?") or isinstance(action, argparse._AppendAction)
     if isinstance(value, list) and not several:
         return f"must be one value, not the list {value}"
