@@ -1,4 +1,6 @@
-"""A drafter: its sizes, its weights, and how SGLang's LlamaForCausalLMEagle3 sees it (config.json, tensor names).
+"""A drafter: its sizes, its weights, and how SGLang sees it (config.json, tensor names).
+
+SGLang has two classes for it: LlamaForCausalLMEagle3, and for multi-head latent attention the one that mla.py tells of.
 
 Shapes: H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D (keys, then values), I intermediate, Vt target vocabulary,
 Vd draft vocabulary.
@@ -11,6 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
 
+from eagle3 import mla
 from eagle3.stage import UserError
 
 IN_EVERY_LAYER = ("down", "gate_up", "o", "q_hidden", "kv_hidden", "hidden_norm", "post_norm")
@@ -33,6 +36,7 @@ class Shape:
     aux_states: int = 3  # A, of the target, concatenated
     aux_norm: str = ""  # of them before fc: "each" (SGLang's fc_norm), "all" (norm_before_fc), or none
     norm_output: bool = False  # the next draft step gets norm(h') instead of h'
+    latent: mla.Latent | None = None  # multi-head latent attention: kv_heads and head_dim are those of its heads
 
     def as_config(self) -> dict:
         """For a stage's config: what has its default stays out, so that older folders agree with it."""
@@ -43,6 +47,16 @@ class Shape:
     def key_columns(self) -> int:
         """Columns of keys in a row of keys and values."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a head's value."""
+        return self.latent.v_head_dim if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """How many of a head's columns are rotated: the last ones."""
+        return self.latent.qk_rope_head_dim if self.latent else self.head_dim
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """The trained tensors in the order in which a checkpoint's flat state holds them.
@@ -55,6 +69,8 @@ class Shape:
                  "gate_up": (2 * self.intermediate, h), "o": (h, q), "q_hidden": (q, h), "kv_hidden": (kv, h),
                  "q_embed": (q, h), "kv_embed": (kv, h), "fc": (h, self.aux_states * h), "input_norm": (h,),
                  "hidden_norm": (h,), "post_norm": (h,), "norm": (h,)}
+        if self.latent:
+            found |= self.latent.weights(h, self.heads)
         if self.aux_norm:
             found["aux_norm"] = (self.aux_states * h,)
         return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER}
@@ -65,14 +81,16 @@ class Shape:
         pairs: (query, step-0 key) pairs.
         """
         size = {name: math.prod(shape) for name, shape in self.weights().items()}
-        layer = size["q_hidden"] + size["o"] + size["gate_up"] + size["down"]
+        layer = size["q_hidden"] + size["o"] + size["gate_up"] + size["down"] + size.get("q_b", 0)
+        keys = size["kv_hidden"] + size.get("k_b", 0) + size.get("v_b", 0)
         # No gradient goes to the inputs of fc and of the embedding half. Below the last layer, step 0 takes all rows.
-        once = (2 * size["fc"] + 2 * size["kv_embed"] + 3 * self.layers * size["kv_hidden"]) * context
+        once = (2 * size["fc"] + 2 * size["kv_embed"] + 3 * self.layers * keys) * context
         once += 2 * size["q_embed"] * (query if self.layers == 1 else context)
         once += 3 * (self.layers - 1) * layer * (context - query)
-        every = 3 * (steps * (self.layers * layer + size["lm_head"]) + (steps - 1) * self.layers * size["kv_hidden"])
+        every = 3 * (steps * (self.layers * layer + size["lm_head"]) + (steps - 1) * self.layers * keys)
         every += size["lm_head"]  # the target's probabilities
-        return 2.0 * (once + every * query) + 14.0 * self.layers * steps * pairs * self.heads * self.head_dim
+        a_pair = 8.0 * self.head_dim + 6.0 * self.value_dim  # two products forward, five backward
+        return 2.0 * (once + every * query) + a_pair * self.layers * steps * pairs * self.heads
 
 
 def layer_weights(shape: Shape, tensors: dict) -> list[dict]:
@@ -135,10 +153,10 @@ class Drafter:
         self.embed, self.target_head = embed.to(device, dtype), target_head.to(device, dtype)
         self.draft_ids = draft_ids.to(device)
         angle_dtype = self.master.flat.dtype
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=angle_dtype, device=device) / shape.head_dim
+        exponents = torch.arange(0, shape.rope_dim, 2, dtype=angle_dtype, device=device) / shape.rope_dim
         inverse = shape.rope_theta ** -exponents
         angles = torch.arange(positions, dtype=angle_dtype, device=device)[:, None] * inverse
-        self.rope_table = angles.cos(), angles.sin()  # (positions, D/2) each
+        self.rope_table = angles.cos(), angles.sin()  # (positions, rope_dim / 2) each
 
     def initialise(self, seed: int) -> None:
         """Fresh weights: norms at 1, lm_head the target's rows, the rest uniform as torch.nn.Linear's."""
@@ -171,20 +189,16 @@ class Drafter:
             self.refresh()
 
     def export(self, source: NamedTensors, dtype) -> dict[str, torch.Tensor]:
-        """The tensors of SGLang's LlamaForCausalLMEagle3 by its names, on the CPU."""
-        named, keys = {"lm_head.weight": source["lm_head"], "norm.weight": source["norm"]}, self.shape.key_columns
-        named["fc.weight"] = source["fc"]
+        """The tensors by SGLang's names, on the CPU."""
+        named = {"lm_head.weight": source["lm_head"], "norm.weight": source["norm"], "fc.weight": source["fc"]}
         if self.shape.aux_norm:
             names = aux_norm_names(self.shape)
             named |= zip(names, source["aux_norm"].chunk(len(names)))
         for prefix, w in zip(layer_prefixes(self.shape), layer_weights(self.shape, source.views)):
-            # The input of the first layer's q, k and v is [embedding, hidden]
-            halves = ([w[name] for name in (f"{part}_embed", f"{part}_hidden") if name in w] for part in ("q", "kv"))
-            q, kv = (torch.cat(half, 1) for half in halves)
             gate, up = w["gate_up"].chunk(2)
-            parts = {"self_attn.q_proj": q, "self_attn.k_proj": kv[:keys], "self_attn.v_proj": kv[keys:],
-                     "self_attn.o_proj": w["o"], "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": w["down"],
-                     "hidden_norm": w["hidden_norm"], "post_attention_layernorm": w["post_norm"]}
+            parts = attention_exported(self.shape, w)
+            parts |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": w["down"],
+                      "hidden_norm": w["hidden_norm"], "post_attention_layernorm": w["post_norm"]}
             parts |= {"input_layernorm": w["input_norm"]} if "input_norm" in w else {}
             named |= {f"{prefix}{part}.weight": tensor for part, tensor in parts.items()}
         named = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in named.items()}
@@ -204,13 +218,11 @@ class Drafter:
             suffix = f".{layer}" if layer else ""
             part = {name.removeprefix(prefix).removesuffix(".weight"): tensor for name, tensor in named.items()
                     if name.startswith(prefix)}
-            q, kv = part["self_attn.q_proj"], torch.cat([part["self_attn.k_proj"], part["self_attn.v_proj"]])
-            if not layer:
-                (new["q_embed"], q), (new["kv_embed"], kv) = q.chunk(2, 1), kv.chunk(2, 1)
-                new["input_norm"] = part["input_layernorm"]
-            found = {"q_hidden": q, "kv_hidden": kv, "o": part["self_attn.o_proj"], "down": part["mlp.down_proj"],
-                     "gate_up": torch.cat([part["mlp.gate_proj"], part["mlp.up_proj"]]),
-                     "hidden_norm": part["hidden_norm"], "post_norm": part["post_attention_layernorm"]}
+            found = attention_imported(self.shape, part, first=not layer)
+            found |= {"gate_up": torch.cat([part["mlp.gate_proj"], part["mlp.up_proj"]]),
+                      "down": part["mlp.down_proj"], "hidden_norm": part["hidden_norm"],
+                      "post_norm": part["post_attention_layernorm"]}
+            found |= {} if layer else {"input_norm": part["input_layernorm"]}
             new |= {f"{name}{suffix}": tensor for name, tensor in found.items()}
         for name, view in self.master.views.items():
             if new[name].shape != view.shape:
@@ -223,6 +235,29 @@ class Drafter:
 
 
 # ---- how SGLang sees it ----
+def attention_exported(shape: Shape, w: dict) -> dict:
+    """SGLang's tensors of a layer's attention from ours."""
+    if shape.latent:
+        return mla.exported(shape.latent, shape.heads, w)
+    # The input of the first layer's q, k and v is [embedding, hidden]
+    halves = ([w[name] for name in (f"{part}_embed", f"{part}_hidden") if name in w] for part in ("q", "kv"))
+    q, kv = (torch.cat(half, 1) for half in halves)
+    keys = shape.key_columns
+    return {"self_attn.q_proj": q, "self_attn.k_proj": kv[:keys], "self_attn.v_proj": kv[keys:],
+            "self_attn.o_proj": w["o"]}
+
+
+def attention_imported(shape: Shape, part: dict, first: bool) -> dict:
+    """The inverse. first: it is the first layer's."""
+    if shape.latent:
+        return mla.imported(shape.latent, shape.heads, part)
+    q, kv = part["self_attn.q_proj"], torch.cat([part["self_attn.k_proj"], part["self_attn.v_proj"]])
+    found = {"o": part["self_attn.o_proj"]}
+    if first:
+        (found["q_embed"], q), (found["kv_embed"], kv) = q.chunk(2, 1), kv.chunk(2, 1)
+    return found | {"q_hidden": q, "kv_hidden": kv}
+
+
 def layer_prefixes(shape: Shape) -> list[str]:
     """Of the tensors of each layer. SGLang reads `midlayer` as layers.0."""
     return ["midlayer.", *(f"layers.{layer}." for layer in range(1, shape.layers))]
@@ -239,7 +274,8 @@ def exported_names(shape: Shape) -> set[str]:
 
     SGLang drops unknown names in silence and leaves missing ones uninitialised.
     """
-    parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    attention = mla.PARTS if shape.latent else [f"{part}_proj" for part in "qkvo"]
+    parts = [*(f"self_attn.{part}" for part in attention), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
              "hidden_norm", "post_attention_layernorm"]
     names = {f"{prefix}{part}.weight" for prefix in layer_prefixes(shape) for part in parts}
     names |= {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.input_layernorm.weight"}
@@ -247,16 +283,16 @@ def exported_names(shape: Shape) -> set[str]:
 
 
 def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict:
-    """config.json for SGLang's LlamaForCausalLMEagle3.
+    """config.json for SGLang.
 
     `eagle_config` is the only place where it looks for the layer ids, and for `norm_before_fc`; `fc_norm` and
     `norm_output` it reads from the top.
     """
-    return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
-            "num_hidden_layers": shape.layers,
+    attention = mla.config_keys(shape.latent) if shape.latent else {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "head_dim": shape.head_dim}
+    return {**attention, "num_hidden_layers": shape.layers,
             "hidden_act": "silu", "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
-            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
-            "vocab_size": shape.vocab,
+            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
             "draft_vocab_size": shape.draft_vocab, "max_position_embeddings": shape.max_positions,
             "rms_norm_eps": shape.rms_norm_eps, "rope_theta": shape.rope_theta, "tie_word_embeddings": False,
             "attention_bias": False, "torch_dtype": dtype, "bos_token_id": target.get("bos_token_id"),
@@ -271,7 +307,8 @@ def kind_of(config: dict) -> dict:
     """04's flags for the kind of drafter that a config.json describes."""
     eagle = config.get("eagle_config") or {}
     before = eagle.get("norm_before_fc", config.get("norm_before_fc", False))
-    return {"draft_layers": config.get("num_hidden_layers", 1), "fc_norm": bool(config.get("fc_norm")),
+    architecture = "mla" if (config.get("architectures") or [None])[0] == mla.ARCHITECTURE else "llama"
+    return {"architecture": architecture, "draft_layers": config.get("num_hidden_layers", 1), "fc_norm": bool(config.get("fc_norm")),
             "norm_before_fc": bool(before), "norm_output": bool(config.get("norm_output"))}
 
 
@@ -284,17 +321,21 @@ def read_shape(config: dict) -> Shape:
     """The Shape that `draft_config` wrote down."""
     kind = kind_of(config)
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"],
-                 config["head_dim"], config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
+    latent = mla.read_latent(config) if kind["architecture"] == "mla" else None
+    heads = config["num_attention_heads"]
+    return Shape(config["hidden_size"], heads, heads if latent else config["num_key_value_heads"],
+                 latent.head_dim if latent else config["head_dim"], config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
                  config["rms_norm_eps"], config["rope_theta"], config["max_position_embeddings"],
-                 kind["draft_layers"], len(ids or range(3)), aux_norm_of(kind), kind["norm_output"])
+                 kind["draft_layers"], len(ids or range(3)), aux_norm_of(kind), kind["norm_output"], latent)
 
 
 def served_from(shape: Shape) -> str:
-    """The first SGLang release whose LlamaForCausalLMEagle3 computes what this drafter was trained as.
+    """The first SGLang release that computes what this drafter was trained as.
 
     Read in their wheels; older ones ignore its keys in silence.
     """
+    if shape.latent:
+        return mla.NORMS_FROM if shape.aux_norm or shape.norm_output else mla.SERVED_FROM
     if shape.aux_norm == "all":
         return "0.5.17"
     return "0.5.12" if shape.aux_norm or shape.norm_output or shape.layers > 1 or shape.aux_states != 3 else "0.5.10"

@@ -42,6 +42,37 @@ def rope(x, positions, table, head_dim: int):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).flatten(1).to(x.dtype)
 
 
+# ---- from the products of q and kv to the queries, keys and values of heads ----
+def plain_queries(draft, w, q, positions):
+    """q (N, Q), rotated."""
+    return rope(q, positions, draft.rope_table, draft.shape.head_dim)
+
+
+def plain_keys(draft, w, kv, positions):
+    """kv (N, KV) -> keys, rotated, and values."""
+    key, value = kv.split(draft.shape.key_columns, 1)
+    return rope(key, positions, draft.rope_table, draft.shape.head_dim), value
+
+
+def latent_queries(draft, w, q, positions):
+    """q (N, q_lora_rank) -> (N, Q): of multi-head latent attention (mla.py)."""
+    shape, latent = draft.shape, draft.shape.latent
+    q = rms_norm(q, w["q_a_norm"], shape.rms_norm_eps) @ w["q_b"].t()
+    plain, turned = q.view(len(q), shape.heads, -1).split([latent.qk_nope_head_dim, shape.rope_dim], -1)
+    turned = rope(turned.flatten(1), positions, draft.rope_table, shape.rope_dim).view_as(turned)
+    return torch.cat([plain, turned], -1).flatten(1)
+
+
+def latent_keys(draft, w, kv, positions):
+    """kv (N, kv_lora_rank + rotated columns) -> keys (N, Q), values (N, heads * v_head_dim)."""
+    shape, latent = draft.shape, draft.shape.latent
+    state, turned = kv.split([latent.kv_lora_rank, shape.rope_dim], 1)
+    state = rms_norm(state, w["kv_a_norm"], shape.rms_norm_eps)
+    turned = rope(turned, positions, draft.rope_table, shape.rope_dim)[:, None].expand(-1, shape.heads, -1)
+    plain = (state @ w["k_b"].t()).view(len(kv), shape.heads, -1)
+    return torch.cat([plain, turned], -1).flatten(1), state @ w["v_b"].t()
+
+
 def unseen_keys(queries: int, keys: int, device):
     """(queries, keys) bool: keys behind a query's own position.
 
@@ -53,20 +84,20 @@ def unseen_keys(queries: int, keys: int, device):
 def attention(q, cache, spans, shape):
     """Attention of one TTT step, (rows, Q). q (rows, Q), in each sample its last rows.
 
-    cache: [(keys, values)] of the steps so far, each (C or R, kv_heads*D). The first are step 0's, of all context
-    rows: a row sees those up to its position. Later ones are seen by their own row alone. spans: per sample ((q0,
-    q1), (k0, k1)).
+    cache: [(keys, values)] of the steps so far, each (C or R, kv_heads * a head's columns). The first are step 0's,
+    of all context rows: a row sees those up to its position. Later ones are seen by their own row alone. spans: per
+    sample ((q0, q1), (k0, k1)).
     """
-    heads = (-1, shape.kv_heads, shape.head_dim)
     q = q.view(len(q), shape.kv_heads, -1, shape.head_dim) * shape.head_dim ** -0.5  # (rows, kv_heads, group, D)
     (key, value), later, out = cache[0], cache[1:], []
-    diagonal = [(key.view(heads)[:, :, None], value.view(heads)[:, :, None]) for key, value in later]
+    key, value = (x.view(len(x), shape.kv_heads, -1) for x in (key, value))
+    diagonal = [tuple(x.view(len(x), shape.kv_heads, 1, -1) for x in pair) for pair in later]
     for (q0, q1), (k0, k1) in spans:
-        scores = torch.einsum("qhgd,khd->qhgk", q[q0:q1], key[k0:k1].view(heads))
+        scores = torch.einsum("qhgd,khd->qhgk", q[q0:q1], key[k0:k1])
         scores = scores.masked_fill(unseen_keys(q1 - q0, k1 - k0, q.device)[:, None, None], -math.inf)
         on_diagonal = [(q[q0:q1] * k[q0:q1]).sum(-1, keepdim=True) for k, _ in diagonal]
         weights = torch.cat([scores, *on_diagonal], -1).softmax(-1, dtype=sum_dtype(q)).to(q.dtype)
-        mixed = torch.einsum("qhgk,khd->qhgd", weights[..., :k1 - k0], value[k0:k1].view(heads))
+        mixed = torch.einsum("qhgk,khd->qhgd", weights[..., :k1 - k0], value[k0:k1])
         for i, (_, v) in enumerate(diagonal):
             mixed = mixed + weights[..., k1 - k0 + i, None] * v[q0:q1]
         out.append(mixed.flatten(1))
@@ -80,15 +111,15 @@ def draft_layer(draft, w, hidden, embedded, positions, cache, batch, last: bool)
     layer goes on with the query rows alone: of the other rows only keys and values are needed.
     """
     shape = draft.shape
+    queries, keys = (latent_queries, latent_keys) if shape.latent else (plain_queries, plain_keys)
     normed = rms_norm(hidden, w["hidden_norm"], shape.rms_norm_eps)
     q, kv = normed @ w["q_hidden"].t(), normed @ w["kv_hidden"].t()
     if embedded is not None:
         q, kv = q + embedded @ w["q_embed"].t(), kv + embedded @ w["kv_embed"].t()
-    key, value = kv.split(shape.key_columns, 1)
-    cache.append((rope(key, positions, draft.rope_table, shape.head_dim), value))
+    cache.append(keys(draft, w, kv, positions))
     if last and len(cache) == 1:
         q, hidden, positions = batch.pick(q), batch.pick(hidden), batch.pick(positions)
-    q = rope(q, positions, draft.rope_table, shape.head_dim)
+    q = queries(draft, w, q, positions)
     spans = batch.spans if len(q) == len(batch.mask) else [(keys, keys) for _, keys in batch.spans]
     middle = hidden + attention(q, cache, spans, shape) @ w["o"].t()  # the residual is the raw hidden state
     gate, up = (rms_norm(middle, w["post_norm"], shape.rms_norm_eps) @ w["gate_up"].t()).chunk(2, -1)
