@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from eagle3 import fused, optimizers, ttt
 from eagle3.batches import Sample, batch_of
 from eagle3.drafter import Drafter, Shape
+from eagle3.mla import Latent
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of columns that a kernel masks out
 pytest.importorskip("triton", reason="triton is not installed (scripts/requirements-test.txt has it)")
@@ -190,7 +191,8 @@ def random_batch(shape, lengths, prompts, steps):
 
 
 KINDS = {"EAGLE-3": {}, "two layers": {"layers": 2}, "EAGLE-3.1": {"aux_norm": "each", "norm_output": True},
-         "norm before fc, five states": {"aux_norm": "all", "aux_states": 5}}
+         "norm before fc, five states": {"aux_norm": "all", "aux_states": 5},
+         "MLA": {"latent": Latent(20, 12, 6, 4, 7)}, "MLA of EAGLE-3.1": {"latent": Latent(20, 12, 6, 4, 7), "aux_norm": "each", "norm_output": True}}
 
 
 @pytest.mark.parametrize("kind, loss", [*((kind, "ce") for kind in KINDS), ("EAGLE-3", "kl"), ("EAGLE-3", "lk")])
@@ -198,7 +200,8 @@ def test_the_fused_pass_is_the_plain_one(kind, loss, monkeypatch):
     """Losses, right drafts and every gradient; flash attention alone is stood in for."""
     monkeypatch.setattr(fused, "flash_forward", flash_forward)
     monkeypatch.setattr(fused, "flash_backward", flash_backward)
-    shape = Shape(32, 4, 2, 8, 48, 97, 61, EPS, 5e4, 4096, **KINDS[kind])
+    kv_heads, head_dim = (4, 10) if "latent" in KINDS[kind] else (2, 8)
+    shape = Shape(32, 4, kv_heads, head_dim, 48, 97, 61, EPS, 5e4, 4096, **KINDS[kind])
     batch = random_batch(shape, [13, 5, 8, 3], [8, 2, 4, 1], steps=3)
     draft = Drafter(shape, torch.float32, DEVICE, torch.randn(97, 32) * 0.3, torch.randn(61, 32) * 0.3, torch.arange(61) + 20, 256)
     draft.initialise(0)
