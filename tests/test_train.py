@@ -22,6 +22,7 @@ from eagle3.batches import Sample, collate, pack, plan_epoch, split_samples
 from eagle3.checked import read_checked, response_mass
 from eagle3.checkpoints import checkpoints, repair
 from eagle3.drafter import Drafter, Shape
+from eagle3.mla import Latent
 from eagle3.optimizers import Gradients, adamw_
 from eagle3.stage import UserError
 from eagle3.states import sample_path
@@ -33,6 +34,7 @@ from eagle3.ttt import ttt_pass
 
 train = load_script("04_train")
 SHAPE = Shape(32, 4, 2, 8, 48, 97, 61, 1e-5, 50000.0, 4096)
+MLA = Shape(32, 4, 4, 10, 48, 97, 61, 1e-5, 50000.0, 4096, latent=Latent(20, 12, 6, 4, 7))
 STEP_WEIGHTS = [1.0, 0.7, 0.3]
 K = len(STEP_WEIGHTS)
 
@@ -97,7 +99,7 @@ def reference(target, draft, tensors, kind="ce"):
     losses, right = ttt_losses(named, draft.shape, embed.double(), head.double(), draft_ids, wide, K, kind)
     per_step = [sum(loss for (_, _, k), loss in losses.items() if k == step) for step in range(K)]
     sum(weight * loss for weight, loss in zip(STEP_WEIGHTS, per_step)).backward()
-    holder = make_drafter(target)
+    holder = make_drafter(target, shape=draft.shape)
     holder.load({name: tensor if name == "d2t" else tensor.grad for name, tensor in named.items()})
     counts = [sum(k == step for _, _, k in losses) for step in range(K)]
     return torch.stack(per_step).detach(), counts, right, holder.master.views
@@ -112,9 +114,9 @@ PACKS = {
 }
 
 
-@pytest.mark.parametrize("pack", PACKS)
-def test_losses_and_gradients_equal_the_slow_reference(target, tmp_path, pack):
-    draft = make_drafter(target)
+@pytest.mark.parametrize("pack, shape", [*((pack, SHAPE) for pack in PACKS), ("packed", MLA)], ids=[*PACKS, "MLA"])
+def test_losses_and_gradients_equal_the_slow_reference(target, tmp_path, pack, shape):
+    draft = make_drafter(target, shape=shape)
     samples, tensors = make_samples(target, tmp_path, PACKS[pack])
     if pack == "1":
         assert not samples  # one token predicts nothing: dropped as "no response token"
@@ -130,7 +132,7 @@ def test_losses_and_gradients_equal_the_slow_reference(target, tmp_path, pack):
             for k in range(K):
                 if row + k < q1 - q0:
                     assert bool(rows_right[k, q0 + row]) == right[int(sample.id[1:]), sample.rows(K)[0] + row, k]
-    single = make_drafter(target, torch.float32)
+    single = make_drafter(target, torch.float32, shape)
     single.master.flat.copy_(draft.master.flat)
     sums, _, found = passed(single, samples)
     torch.testing.assert_close(sums[:, 0].double(), losses, rtol=1e-4, atol=0)

@@ -133,7 +133,8 @@ def stand_in_for_mla_drafters():
     from sglang.srt.layers.rotary_embedding import factory
     torch.cuda.synchronize = lambda device=None: None
     yarn = factory.get_rope_cpu
-    factory.get_rope_cpu = lambda *args: yarn(*args) if args[5] else factory.get_rope(*args[:-1])  # args[5]: its scaling
+    # args[5] is the scaling, the last one the device
+    factory.get_rope_cpu = lambda *args: yarn(*args) if args[5] else factory.get_rope(*args[:-1])
 
 
 def prepare():

@@ -16,8 +16,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from eagle3.responses import part_files, read_jsonl
-from eagle3.sglang_draft import (ARCHITECTURE, Loaded, aux_states, completed, is_llama, loaded, norms, wanted,
-                                 weight_files)
+from eagle3.sglang_draft import (ARCHITECTURE, MLA, MLA_SIZES, Loaded, aux_states, completed, is_known, is_mla,
+                                 loaded, norms, wanted, weight_files)
 from eagle3.stage import UserError, sha256_file
 from eagle3.target import Target, captured_layers, text_config
 
@@ -53,8 +53,9 @@ class Facts:
     @functools.cached_property
     def loaded(self) -> Loaded:
         """The tensors as this server loads them."""
-        if not is_llama(self.config):
-            self.lacks(f"config.json names {self.config.get('architectures')}; the doctor knows {ARCHITECTURE}")
+        if not is_known(self.config):
+            self.lacks(f"config.json names {self.config.get('architectures')}; the doctor knows {ARCHITECTURE} and "
+                       f"{MLA}")
         if not self.tensors:
             self.lacks("its weights are no safetensors")
         version = (self._server or {}).get("version")
@@ -139,6 +140,8 @@ def check_eagle_config(facts: Facts) -> Found:
 
 
 def check_head_dim(facts: Facts) -> Found:
+    if is_mla(facts.config):
+        return None  # check_weights's case: its sizes are keys of their own
     heads, hidden = facts.config["num_attention_heads"], facts.config["hidden_size"]
     rows, given = facts.shapes["layers.0.self_attn.q_proj.weight"][0], facts.config.get("head_dim")
     if (given or hidden // heads) * heads != rows:
@@ -209,9 +212,17 @@ def differing(now: dict, then: dict) -> Found:
 
 def check_config(facts: Facts) -> Found:
     """What the weights mean hangs on these keys."""
-    now, then = ({**{key: completed(config)[key] for key in OF_THE_WEIGHTS}, "aux states": aux_states(config)}
+    now, then = ({**{key: completed(config)[key] for key in OF_THE_WEIGHTS}, "aux states": aux_states(config),
+                  "architectures": config.get("architectures"), **mla_keys(config)}
                  for config in (facts.config, facts.trained("config")))
     return differing(now, then)
+
+
+def mla_keys(config: dict) -> dict:
+    """What multi-head latent attention hangs on: its sizes, and whether rotated columns lie in pairs."""
+    if not is_mla(config):
+        return dict.fromkeys((*MLA_SIZES, "rope_interleave"))
+    return {**{key: config.get(key) for key in MLA_SIZES}, "rope_interleave": config.get("rope_interleave", True)}
 
 
 # ---- the vocabulary map ----
@@ -327,8 +338,9 @@ def check_weights(facts: Facts) -> Found:
         return (f"missing {found.missing}, unknown {unknown}: SGLang drops unknown names and leaves missing weights as "
                 "they come, in silence.", "Export again.")
     # head_dim and target_hidden_size have checks of their own
-    config = {**facts.config, "head_dim": found.shapes["layers.0.self_attn.q_proj.weight"][0]
-              // facts.config["num_attention_heads"]}
+    config = dict(facts.config)
+    if not is_mla(config):
+        config["head_dim"] = found.shapes["layers.0.self_attn.q_proj.weight"][0] // config["num_attention_heads"]
     if check_embedding(facts):
         config.pop("target_hidden_size", None)
     wrong = [f"{name} is {found.shapes[name]}, config.json asks for {shape}"

@@ -308,8 +308,9 @@ def kind_of(config: dict) -> dict:
     eagle = config.get("eagle_config") or {}
     before = eagle.get("norm_before_fc", config.get("norm_before_fc", False))
     architecture = "mla" if (config.get("architectures") or [None])[0] == mla.ARCHITECTURE else "llama"
-    return {"architecture": architecture, "draft_layers": config.get("num_hidden_layers", 1), "fc_norm": bool(config.get("fc_norm")),
-            "norm_before_fc": bool(before), "norm_output": bool(config.get("norm_output"))}
+    return {"architecture": architecture, "draft_layers": config.get("num_hidden_layers", 1),
+            "fc_norm": bool(config.get("fc_norm")), "norm_before_fc": bool(before),
+            "norm_output": bool(config.get("norm_output"))}
 
 
 def aux_norm_of(kind) -> str:
@@ -324,9 +325,10 @@ def read_shape(config: dict) -> Shape:
     latent = mla.read_latent(config) if kind["architecture"] == "mla" else None
     heads = config["num_attention_heads"]
     return Shape(config["hidden_size"], heads, heads if latent else config["num_key_value_heads"],
-                 latent.head_dim if latent else config["head_dim"], config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
-                 config["rms_norm_eps"], config["rope_theta"], config["max_position_embeddings"],
-                 kind["draft_layers"], len(ids or range(3)), aux_norm_of(kind), kind["norm_output"], latent)
+                 latent.head_dim if latent else config["head_dim"], config["intermediate_size"],
+                 config["vocab_size"], config["draft_vocab_size"], config["rms_norm_eps"], config["rope_theta"],
+                 config["max_position_embeddings"], kind["draft_layers"], len(ids or range(3)), aux_norm_of(kind),
+                 kind["norm_output"], latent)
 
 
 def served_from(shape: Shape) -> str:

@@ -290,7 +290,7 @@ class FusedPass:
 
     def layer_backward(self, layer: Layer, k: int, d_next: torch.Tensor) -> torch.Tensor:
         """From the gradient of a layer's output in step k to that of its input; d_next (C or R, H)."""
-        grads, w, shape, ops, step = self.grads, layer.weights, self.shape, self.ops, layer.steps.pop()
+        grads, w, ops, step = self.grads, layer.weights, self.ops, layer.steps.pop()
         name = {part: part + layer.suffix for part in IN_EVERY_LAYER}
         grads.add(name["down"], d_next, step.activated)
         d_gate_up = ops.swiglu_backward(d_next @ w["down"], step.gate_up)

@@ -60,9 +60,9 @@ def rope_(x, positions, table, head_dim: int, inverse=False, pitch=None):
     pitch = pitch or head_dim
     heads = triton.cdiv(x.shape[1], pitch)
     if len(x):
-        rope_kernel[(len(x),)](x, positions, *table, x.stride(0), heads, pitch, -1.0 if inverse else 1.0, HALF=head_dim // 2,
-                               HEADS=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(head_dim // 2),
-                               num_warps=4)
+        blocks = {"HEADS": triton.next_power_of_2(heads), "BLOCK": triton.next_power_of_2(head_dim // 2)}
+        rope_kernel[(len(x),)](x, positions, *table, x.stride(0), heads, pitch, -1.0 if inverse else 1.0,
+                               HALF=head_dim // 2, **blocks, num_warps=4)
     return x
 
 
