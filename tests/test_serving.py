@@ -57,13 +57,13 @@ def run(tmp_path_factory, engine):
               "--draft-vocab-size", 256)
     run_stage("03_extract", "--data-dir", responses, "--base-url", server.url, "--output-dir", states,
               "--concurrency", 8, "--capture-dir", server.capture_dir)
-    train(folder, folder / "output")
+    train(folder, folder / "output", 60)
     return folder
 
 
-def train(folder, output, *more):
+def train(folder, output, epochs, *more):
     run_stage("04_train", "--verifier-path", TINY_KIMI, "--data-dir", folder / "hidden_states", "--vocab-mapping-dir",
-              folder / "vocab_mapping", "--output-dir", output, "--epochs", 60, "--lr", 3e-3, "--max-seq-len", 512,
+              folder / "vocab_mapping", "--output-dir", output, "--epochs", epochs, "--lr", 3e-3, "--max-seq-len", 512,
               "--ttt-steps", STEPS, "--val-ratio", 0.5, "--noise-std", 0, "--batch-tokens", 512, "--num-workers", 0,
               "--export-dtype", "float32", *more)
 
@@ -166,7 +166,7 @@ def test_the_doctor_finds_nothing_on_the_healthy_drafter_and_the_planted_cause_o
 
 def test_a_drafter_with_latent_attention_is_served_as_predicted(run, rows, engine, tmp_path):
     """Last: its server is another one. The doctor of the same run finds nothing on it."""
-    train(run, tmp_path / "mla", "--architecture", "mla")
+    train(run, tmp_path / "mla", 15, "--architecture", "mla")
     drafter = tmp_path / "mla" / "best"
     served_as_predicted(drafter, rows, engine)
     found = doctor(run, drafter, engine(draft=drafter), tmp_path / "report")

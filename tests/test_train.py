@@ -27,7 +27,7 @@ from eagle3.optimizers import Gradients, adamw_
 from eagle3.stage import UserError
 from eagle3.states import sample_path
 from eagle3.target import Target
-from eagle3 import checked
+from eagle3 import checked, ttt
 from eagle3.processes import Process
 from eagle3.trainer import learning_rate
 from eagle3.ttt import ttt_pass
@@ -137,6 +137,19 @@ def test_losses_and_gradients_equal_the_slow_reference(target, tmp_path, pack, s
     sums, _, found = passed(single, samples)
     torch.testing.assert_close(sums[:, 0].double(), losses, rtol=1e-4, atol=0)
     assert_close(found, gradients, 1e-4)
+
+
+def test_large_scores_and_logits_are_computed_again_and_change_nothing(target, tmp_path, monkeypatch):
+    draft = make_drafter(target, shape=MLA)
+    samples, _ = make_samples(target, tmp_path, [(23, "tail"), (40, "end")])
+    kept = passed(draft, samples)
+    again, original = [], ttt.attention_of_sample
+    monkeypatch.setattr(ttt, "attention_of_sample", lambda *given: (again.append(1), original(*given))[1])
+    monkeypatch.setattr(ttt, "LARGE", 1)
+    spared = passed(draft, samples)
+    assert len(again) == 2 * K * len(samples)  # of each step and sample: forward, and once more in the backward
+    assert all(torch.equal(left, right) for left, right in zip(kept[:2], spared[:2]))
+    assert all(torch.equal(kept[2][name], spared[2][name]) for name in kept[2])
 
 
 @pytest.mark.parametrize("kind", ["kl", "lk"])

@@ -18,11 +18,13 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from eagle3.drafter import layer_weights, sum_dtype
 
 LOSSES = ("ce", "kl", "lk")
 FAST = False
+LARGE = 1 << 26  # numbers of a score matrix or of logits from which they are not kept for the backward
 
 
 def rms_norm(x, weight, eps: float):
@@ -73,6 +75,16 @@ def latent_keys(draft, w, kv, positions):
     return torch.cat([plain, turned], -1).flatten(1), state @ w["v_b"].t()
 
 
+def spared(numbers: int, function, *given):
+    """function(*given); where its inner tensors are this large, computed once more in the backward: the same numbers.
+
+    At Kimi's width the scores of a step take 2 GB a sample of 2,048 tokens, its logits 4 GB a pack of 8,192.
+    """
+    if numbers < LARGE:
+        return function(*given)
+    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+
+
 def unseen_keys(queries: int, keys: int, device):
     """(queries, keys) bool: keys behind a query's own position.
 
@@ -91,17 +103,27 @@ def attention(q, cache, spans, shape):
     q = q.view(len(q), shape.kv_heads, -1, shape.head_dim) * shape.head_dim ** -0.5  # (rows, kv_heads, group, D)
     (key, value), later, out = cache[0], cache[1:], []
     key, value = (x.view(len(x), shape.kv_heads, -1) for x in (key, value))
-    diagonal = [tuple(x.view(len(x), shape.kv_heads, 1, -1) for x in pair) for pair in later]
+    diagonal = [x.view(len(x), shape.kv_heads, 1, -1) for pair in later for x in pair]
     for (q0, q1), (k0, k1) in spans:
-        scores = torch.einsum("qhgd,khd->qhgk", q[q0:q1], key[k0:k1])
-        scores = scores.masked_fill(unseen_keys(q1 - q0, k1 - k0, q.device)[:, None, None], -math.inf)
-        on_diagonal = [(q[q0:q1] * k[q0:q1]).sum(-1, keepdim=True) for k, _ in diagonal]
-        weights = torch.cat([scores, *on_diagonal], -1).softmax(-1, dtype=sum_dtype(q)).to(q.dtype)
-        mixed = torch.einsum("qhgk,khd->qhgd", weights[..., :k1 - k0], value[k0:k1])
-        for i, (_, v) in enumerate(diagonal):
-            mixed = mixed + weights[..., k1 - k0 + i, None] * v[q0:q1]
-        out.append(mixed.flatten(1))
+        own = [x[q0:q1] for x in diagonal]
+        scores = (q1 - q0) * (k1 - k0) * shape.heads
+        out.append(spared(scores, attention_of_sample, q[q0:q1], key[k0:k1], value[k0:k1], *own))
     return torch.cat(out)
+
+
+def attention_of_sample(q, key, value, *diagonal):
+    """q (rows, kv_heads, group, D), scaled; key, value (keys, kv_heads, ...) of step 0 -> (rows, ...).
+
+    diagonal: key, value, key, value ... of later steps, (rows, kv_heads, 1, ...) each.
+    """
+    scores = torch.einsum("qhgd,khd->qhgk", q, key)
+    scores = scores.masked_fill(unseen_keys(len(q), len(key), q.device)[:, None, None], -math.inf)
+    on_diagonal = [(q * k).sum(-1, keepdim=True) for k in diagonal[::2]]
+    weights = torch.cat([scores, *on_diagonal], -1).softmax(-1, dtype=sum_dtype(q)).to(q.dtype)
+    mixed = torch.einsum("qhgk,khd->qhgd", weights[..., :len(key)], value)
+    for i, v in enumerate(diagonal[1::2], len(key)):
+        mixed = mixed + weights[..., i, None] * v
+    return mixed.flatten(1)
 
 
 def draft_layer(draft, w, hidden, embedded, positions, cache, batch, last: bool):
@@ -157,6 +179,12 @@ def row_loss(logits, target, kind: str):
     return loss + torch.special.xlogy(target, target).sum(-1) if kind == "kl" else loss
 
 
+def head_loss(normed, head, target, kind: str):
+    """Row losses (R,) and the draft token of highest probability (R,). normed (R, H), head (Vd, H), target (R, Vd)."""
+    logits = (normed @ head.t()).to(sum_dtype(normed))
+    return row_loss(logits, target, kind), logits.argmax(-1)
+
+
 class Tally:
     """What a pass finds: per TTT step the sums of its losses and of its hits, and which drafts were right."""
 
@@ -210,10 +238,10 @@ def ttt_pass(draft, batch, step_weights, grads=None, kind="ce"):
                 last, fed = layer is layers[-1], embedded if layer is layers[0] else None
                 hidden = draft_layer(draft, layer, hidden, fed, positions + k, cache, batch, last)
             normed = rms_norm(hidden, w["norm"], eps)
-            logits = (normed @ w["lm_head"].t()).to(sum_dtype(normed))  # (R, Vd)
-            losses = row_loss(logits, target[k:k + len(logits)], kind)
+            target_rows = target[k:k + len(normed)]
+            losses, best = spared(target_rows.numel(), head_loss, normed, w["lm_head"], target_rows, kind)
             loss = loss + step_weights[k] * (losses * tally.counts(k)).sum()
-            tally.add(k, losses.detach(), logits.argmax(-1))
+            tally.add(k, losses.detach(), best)
             hidden = normed if shape.norm_output else hidden  # what the next draft step is fed
         if grads:
             gradients = torch.autograd.grad(loss, list(w.values()), allow_unused=True, materialize_grads=True)
