@@ -105,7 +105,7 @@ KINDS = {"EAGLE-3": {}, "EAGLE-3.1": {"aux_norm": "each", "norm_output": True},
          "norm before fc, five aux states": {"aux_norm": "all", "aux_states": 5},
          "two layers of EAGLE-3.1, four aux states": {"layers": 2, "aux_norm": "each", "norm_output": True, "aux_states": 4},
          "two layers": {"layers": 2},
-         "MLA": {"latent": LATENT, "aux_states": 4}, "MLA of EAGLE-3.1": {"latent": LATENT, "aux_norm": "each", "norm_output": True}}
+         "MLA of EAGLE-3.1, four aux states": {"latent": LATENT, "aux_norm": "each", "norm_output": True, "aux_states": 4}}
 
 
 def make_drafter(work: Path, **kind):

@@ -78,6 +78,11 @@ def test_rope_in_place_on_rows_that_lie_apart(heads, dim):
     assert torch.equal(wide[:, heads * dim:], before[:, heads * dim:])
     kernels.rope_(x, positions, table, dim, inverse=True)
     assert_close(x, before[:, :heads * dim])
+    apart = normal(4, heads * (dim + 3))  # 3 columns before those of each head that are rotated
+    wanted = ttt.rope(apart.view(4, heads, -1)[..., 3:].flatten(1), positions, table, dim).view(4, heads, dim)
+    wanted = torch.cat([apart.view(4, heads, -1)[..., :3], wanted], -1).flatten(1)
+    kernels.rope_(apart[:, 3:], positions, table, dim, pitch=dim + 3)
+    assert_close(apart, wanted)
 
 
 # ---- the diagonal ----
@@ -192,7 +197,7 @@ def random_batch(shape, lengths, prompts, steps):
 
 KINDS = {"EAGLE-3": {}, "two layers": {"layers": 2}, "EAGLE-3.1": {"aux_norm": "each", "norm_output": True},
          "norm before fc, five states": {"aux_norm": "all", "aux_states": 5},
-         "MLA": {"latent": Latent(20, 12, 6, 4, 7)}, "MLA of EAGLE-3.1": {"latent": Latent(20, 12, 6, 4, 7), "aux_norm": "each", "norm_output": True}}
+         "MLA of EAGLE-3.1": {"latent": Latent(20, 12, 6, 4, 7), "aux_norm": "each", "norm_output": True}}
 
 
 @pytest.mark.parametrize("kind, loss", [*((kind, "ce") for kind in KINDS), ("EAGLE-3", "kl"), ("EAGLE-3", "lk")])

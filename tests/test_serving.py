@@ -165,8 +165,8 @@ def test_the_doctor_finds_nothing_on_the_healthy_drafter_and_the_planted_cause_o
 
 
 def test_a_drafter_with_latent_attention_is_served_as_predicted(run, rows, engine, tmp_path):
-    """Last: its server is another one. The doctor of the same run finds nothing on it."""
-    train(run, tmp_path / "mla", 15, "--architecture", "mla")
+    """Last: its server is another one. The doctor of the same run finds nothing on it. Norms: test_draft_forward.py."""
+    train(run, tmp_path / "mla", 15, "--architecture", "mla", "--no-fc-norm", "--no-norm-output")
     drafter = tmp_path / "mla" / "best"
     served_as_predicted(drafter, rows, engine)
     found = doctor(run, drafter, engine(draft=drafter), tmp_path / "report")

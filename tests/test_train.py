@@ -628,6 +628,7 @@ def test_reads_single_tensors_of_a_sharded_target(tmp_path, prefix, dtype):
 
 
 @pytest.mark.gpu
-def test_fused_kernels_equal_the_plain_operations():
-    done = subprocess.run([sys.executable, ROOT / "scripts/bench_train.py", "--check-only"], capture_output=True, text=True)
+@pytest.mark.parametrize("architecture", ["llama", "mla"])
+def test_fused_kernels_equal_the_plain_operations(architecture):
+    done = subprocess.run([sys.executable, ROOT / "scripts/bench_train.py", "--check-only", "--architecture", architecture], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
