@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
+from eagle3.drafter_files import DrafterFiles, vocabulary_of, weights_sha256  # noqa: E402
 from eagle3.stage import (SCHEMA, UserError, bar, log, open_stage, parse_args, read_manifest, run,  # noqa: E402
                           sha256_file, write_atomic, write_manifest)
 from eagle3.store import DISK_ERRORS, cannot_write, check_room  # noqa: E402
@@ -36,7 +37,8 @@ from eagle3.tokens import STOP, THINK, TOOL, load_tokenizer, token_id, tokenizer
 from eagle3.vocabulary import FILES, choose, covered, read_reused, write_mapping  # noqa: E402
 
 STAGE = "02_build_vocab"
-MAY_CHANGE = {"data_dir", "tokenizer", "output_dir", "workers", "config", "trust_remote_code"}  # hashed in `inputs`
+MAY_CHANGE = {"data_dir", "tokenizer", "output_dir", "workers", "config", "trust_remote_code",
+              "from_drafter"}  # hashed in `inputs`, or below
 TABLE = (256, 512, 1024, 2048, 4096, 8192, 16384, 32000, 65536, 131072)  # sizes in the coverage table
 BATCH = 1 << 20  # tokens counted at once: bincount touches all of Vt each time
 
@@ -50,7 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--trust-remote-code", action="store_true",
         help="run the tokenizer code that lies in that folder (Kimi-K2.5 needs it)")
     add("--output-dir", required=True, type=Path)
-    add("--draft-vocab-size", type=int, default=32000, metavar="N", help="up to the target's own size")
+    add("--draft-vocab-size", type=int, metavar="N",
+        help="up to the target's own size (default: 32000; with --from-drafter its own)")
     add("--target-vocab-size", type=int, metavar="N",
         help="rows of the target's lm_head (default: vocab_size in its config.json)")
     add("--count", choices=["response", "all"], default="response", help="all: prompt tokens too")
@@ -61,6 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="picks those rows, by sha256 of seed and id")
     add("--reuse", type=Path, metavar="DIR",
         help="take the map of this older vocab_mapping/ and say what it covers here")
+    add("--from-drafter", type=Path, metavar="DIR",
+        help="take the map of this drafter, whoever trained it, to finetune or evaluate it; special tokens that it "
+             "lacks are named")
     add("--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes that count")
     return parser
 
@@ -77,18 +83,22 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{args.data_dir}: its ids come from another tokenizer than {args.tokenizer}. "
                         "Name the one 01_generate.py used.")
     vocab_size = vocab_size_of(args.tokenizer) if args.target_vocab_size is None else args.target_vocab_size
+    reused = drafters_map(args, vocab_size) if args.from_drafter else None
+    if args.draft_vocab_size is None:
+        args.draft_vocab_size = 32000 if reused is None else len(reused)
     if not 0 < args.draft_vocab_size <= vocab_size < 1 << 24 or not 0 <= args.held_out < 1 or args.workers < 1:
         raise UserError(f"--draft-vocab-size {args.draft_vocab_size} must lie in 1..{vocab_size} (the target's, below "
                         f"2^24), --held-out {args.held_out} in [0, 1), --workers {args.workers} above 0.")
     log("config " + json.dumps({**vars(args), "target_vocab_size": vocab_size, "inputs": inputs}, default=str))
     log(f"versions python {sys.version.split()[0]}, numpy {np.__version__} | "
         f"input {args.data_dir}: {responses['counts']}")
-    reused = None
     if args.reuse:
         reused = read_reused(args.reuse, args.draft_vocab_size, vocab_size, inputs["tokenizer"])
     config = {key: value for key, value in vars(args).items() if key not in MAY_CHANGE} | {
         "target_vocab_size": vocab_size, "inputs": inputs,
         "reuse": sha256_file(args.reuse / "manifest.json") if args.reuse else None}
+    if args.from_drafter:  # a folder of before there was the flag says nothing of it
+        config["from_drafter"] = weights_sha256(args.from_drafter)
     with open_stage(args.output_dir, config, set()):
         if (args.output_dir / "manifest.json").exists():
             log(f"complete already: {read_manifest(args.output_dir, STAGE)['counts']}")
@@ -127,7 +137,10 @@ def build(args, responses: dict, reused: np.ndarray | None, config: dict) -> Non
                         f"of {args.draft_vocab_size} over {vocab_size} target tokens.")
     forced = sorted(special.values())
     target_ids = choose(every, forced, args.draft_vocab_size) if reused is None else reused
-    if missing := [name for name, token in special.items() if token not in target_ids]:
+    missing = [name for name, token in special.items() if token not in target_ids]
+    if missing and args.from_drafter:
+        log(f"{args.from_drafter} cannot draft the special tokens {missing}: each ends a run of accepted drafts")
+    elif missing:
         raise UserError(f"{args.reuse}: lacks the special tokens {missing}. Leave out --reuse, "
                         "or drop them from --special-tokens.")
     coverage, seen = covered(every, target_ids), int(np.count_nonzero(every))
@@ -136,16 +149,16 @@ def build(args, responses: dict, reused: np.ndarray | None, config: dict) -> Non
         log(f"draft vocabulary {row['size']:>7,} | covers {100 * row['coverage']:.3f} %"
             + ("" if row["held_out"] is None else f" | held-out {100 * row['held_out']:.3f} %")
             + (" | <- chosen" if row["size"] == args.draft_vocab_size else ""))
-    log(f"{'reused map' if args.reuse else 'map'} covers {100 * coverage:.3f} % of {int(every.sum()):,} tokens; "
+    log(f"{'map' if reused is None else 'reused map'} covers {100 * coverage:.3f} % of {int(every.sum()):,} tokens; "
         f"{seen:,} of {vocab_size:,} ids seen, {int(np.count_nonzero(every[target_ids] == 0)):,} of the map's unseen")
 
     # 4. write
     write_mapping(args.output_dir, target_ids, vocab_size)
-    without_held_out = reused if args.reuse else choose(counts[0], forced, args.draft_vocab_size)
+    without_held_out = choose(counts[0], forced, args.draft_vocab_size) if reused is None else reused
     result = {"schema": SCHEMA, "draft_vocab_size": args.draft_vocab_size, "target_vocab_size": vocab_size,
               "counted": args.count, "tokens": int(every.sum()), "held_out_tokens": int(counts[1].sum()),
               "distinct_tokens": seen, "special_tokens": special, "coverage": coverage,
-              "held_out_coverage": covered(counts[1], without_held_out), "reused": bool(args.reuse), "table": table}
+              "held_out_coverage": covered(counts[1], without_held_out), "reused": reused is not None, "table": table}
     write_atomic(args.output_dir / "vocab_mapping.json", json.dumps(result, indent=1) + "\n")
     try:
         plot(args.output_dir / "coverage.png", table, args.draft_vocab_size, coverage)
@@ -237,7 +250,22 @@ def row_id(line: bytes) -> bytes:
     return line[7:line.index(b'"', 7)] if line.startswith(b'{"id":"') else json.loads(line)["id"].encode()
 
 
-# ---- the target ----
+# ---- the target, and a drafter ----
+def drafters_map(args, vocab_size: int) -> np.ndarray:
+    """(Vd,) the target ids that --from-drafter can draft, ascending. Raises UserError."""
+    if args.reuse:
+        raise UserError("--reuse and --from-drafter both name a map. Choose one.")
+    files = DrafterFiles(args.from_drafter)
+    if files.config.get("vocab_size") != vocab_size:
+        raise UserError(f"{args.from_drafter}: for a target of {files.config.get('vocab_size')} tokens, this one has "
+                        f"{vocab_size}. Name a drafter for this target.")
+    found = vocabulary_of(files, vocab_size)
+    if args.draft_vocab_size not in (None, len(found)):
+        raise UserError(f"{args.from_drafter}: drafts {len(found)} tokens, not --draft-vocab-size "
+                        f"{args.draft_vocab_size}. Leave that out.")
+    return found
+
+
 def vocab_size_of(target: Path) -> int:
     try:
         size = text_config(target)["vocab_size"]

@@ -106,7 +106,8 @@ class Training:
             self.saves |= follow.begin(self.done, self.keeper.state.get("seen"), self.keeper.damaged)
         self.evaluations = {*self.saves, *range(0, self.total, args.eval_every or self.total)}
         to_come = sum(self.done < step <= self.total for step in self.saves)
-        self.best = self.keeper.open(to_come, self.done - self.unended, None if self.lands_last else plan.val)
+        last_row = self.done - self.unended if self.done else -1
+        self.best = self.keeper.open(to_come, last_row, None if self.lands_last else plan.val)
 
     def train(self) -> None:
         """All steps that are left."""
@@ -115,6 +116,8 @@ class Training:
         with self.leaving, bar(self.total, "step", self.done) as progress:
             if self.unended:
                 self.end_step(self.done)
+            if self.inputs.begin_with and not self.done and plan.val and not self.lands_last:
+                self.validate(0, plan.val)  # what it serves as it came
             for step, (epoch, bins) in enumerate(plan.schedule[self.done:], self.done + 1):
                 if follow:
                     self.supply.wait(step, bins)

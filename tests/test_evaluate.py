@@ -190,16 +190,16 @@ def spoiled(toy: Path, tmp_path: Path, change) -> Path:
 
 
 REFUSED = {
-    "no drafter": (lambda toy, tmp: [toy / "target"], "no drafter that 04_train.py exported"),
+    "no drafter": (lambda toy, tmp: [toy / "target"], "is no drafter that this reads"),
     "no folder": (lambda toy, tmp: [tmp / "nowhere"], "config.json: not readable"),
     "other layers": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: e.update(capture_layers=[1, 2, 3]))],
                      "trained on layers [1, 2, 3] (3 states)"),
     "other width": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: c.update(hidden_size=64))],
                     "a drafter for hidden size 64"),
     "config of another": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: c.update(intermediate_size=8))],
-                          "has shape"),
-    "no d2t": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: t.pop("d2t"))],
-               "no drafter that 04_train.py exported ('d2t')"),
+                          "mlp.gate_proj.weight is [48, 32], config.json asks for [8, 32]"),
+    "no d2t": (lambda toy, tmp: [spoiled(toy, tmp, lambda c, e, t: (c.update(draft_vocab_size=96), t.pop("d2t")))],
+               "missing ['d2t']"),
     "other ids": (lambda toy, tmp: [toy / "long/best", "--ids", toy / "long/val_ids.json"], "none of the 4 ids of"),
     "no states": (lambda toy, tmp: [toy / "long/best", "--data-dir", tmp], "03_extract has not finished there"),
     "no target": (lambda toy, tmp: [toy / "long/best", "--verifier-path", tmp], "config.json: not readable"),

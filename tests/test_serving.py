@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import TINY_KIMI, load_script, post, run_script
+from conftest import TINY_KIMI, load_script, post, run_here, run_script
 from eagle3.acceptance import walk
 from eagle3.batches import Sample, collate
 from eagle3.drafter import Drafter, read_shape
@@ -100,6 +100,28 @@ def served_as_predicted(drafter, rows, engine):
     assert check["equal_answers"] == len(records)
     assert check["as_long_answers"] == len(records)
     assert prediction["accept_length"] > 1.1, "nothing was accepted: the proof would be empty"
+
+
+def test_a_drafter_in_a_public_layout_serves_what_step_0_of_its_finetuning_says(run, rows, engine, tmp_path):
+    """Shards of model.layers.0.*, int32 d2t, t2d, rope_parameters, no eagle3.json: its map by 02, a run at lr 0 by 04, the doctor by 05."""
+    from test_public_drafters import relayout
+    public = relayout(run / "output/best", "sharded", tmp_path / "public")
+    for name, *more in (("02_build_vocab", "--data-dir", run / "responses", "--tokenizer", TINY_KIMI, "--from-drafter", public, "--workers", 1),
+                        ("04_train", "--verifier-path", TINY_KIMI, "--data-dir", run / "hidden_states", "--vocab-mapping-dir",
+                         tmp_path / "02_build_vocab", "--finetune-from", public, "--lr", 0, "--max-steps", 1, "--max-seq-len", 512, "--ttt-steps", STEPS,
+                         "--val-ratio", 0.5, "--batch-tokens", 512, "--num-workers", 0)):
+        done = run_here(name, *more, "--output-dir", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    prediction = json.loads((tmp_path / "04_train/best/eagle3.json").read_text())["prediction"]
+    first = json.loads((tmp_path / "04_train/metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 0 and first["val_accept_length"] == prediction["accept_length"] > 1.1
+    server = engine(draft=public)
+    for name, (verify, correct) in prediction["samples"].items():
+        record = {"id": name, **served(server, rows[name], MAX_TOKENS)}
+        assert (record["spec"]["verify_steps"], record["spec"]["correct_drafts"] - beyond_answer(record)) == (verify, correct), name
+    found = doctor(run, public, server, tmp_path / "doctor")
+    assert found["findings"] == [] and "No cause found" in found["summary"] and "another trainer's" in found["facts"][0], found
+    assert "feed it the states entering layers [2, 4, 6]" in found["facts"][-1]
 
 
 def offline(run):

@@ -93,10 +93,11 @@ def wanted_rows(args: argparse.Namespace) -> list[dict]:
 def prompts_of_training(args: argparse.Namespace) -> None:
     """The prompts of --doctor without prompts: those of the samples that training's prediction is about.
 
-    Where training validated on none (04's --val-ratio 0): some of those that it was trained on.
+    Where training validated on none (04's --val-ratio 0), or is another's (no eagle3.json): some of the run's.
     """
-    args.prompts, args.ids = [args.run_dir / "responses"], args.ids or args.draft_path.parent / "val_ids.json"
-    if not read_ids(args.ids):
+    args.prompts, ours = [args.run_dir / "responses"], (args.draft_path / "eagle3.json").exists()
+    args.ids = args.ids or (args.draft_path.parent / "val_ids.json" if ours else None)
+    if not args.ids or not read_ids(args.ids):
         args.ids, args.limit = None, args.limit or WITHOUT_VALIDATION
 
 

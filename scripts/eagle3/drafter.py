@@ -13,10 +13,10 @@ from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
 
-from eagle3 import mla
+from eagle3 import mla, rope
 from eagle3.stage import UserError
 
-IN_EVERY_LAYER = ("down", "gate_up", "o", "q_hidden", "kv_hidden", "hidden_norm", "post_norm")
+IN_EVERY_LAYER = ("down", "gate_up", "o", "q_hidden", "kv_hidden", "hidden_norm", "post_norm", "o_bias")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class Shape:
     aux_states: int = 3  # A, of the target, concatenated
     aux_norm: str = ""  # of them before fc: "each" (SGLang's fc_norm), "all" (norm_before_fc), or none
     norm_output: bool = False  # the next draft step gets norm(h') instead of h'
+    rope_scaling: dict | None = None  # config.json's, where it is no plain RoPE (rope.py)
+    o_bias: bool = False  # of o_proj; SGLang gives q, k and v none
+    fc_bias: bool = False
     latent: mla.Latent | None = None  # multi-head latent attention: kv_heads and head_dim are those of its heads
 
     def as_config(self) -> dict:
@@ -73,7 +76,9 @@ class Shape:
             found |= self.latent.weights(h, self.heads)
         if self.aux_norm:
             found["aux_norm"] = (self.aux_states * h,)
-        return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER}
+        found |= {name: (h,) for name in ("o_bias", "fc_bias") if getattr(self, name)}
+        return found | {f"{name}.{layer}": found[name] for layer in range(1, self.layers) for name in IN_EVERY_LAYER
+                        if name in found}
 
     def flops(self, context: int, query: int, pairs: int, steps: int) -> float:
         """Arithmetic of one forward and backward pass: the yardstick of MFU.
@@ -152,20 +157,18 @@ class Drafter:
         self.weights = NamedTensors(shape.weights(), dtype, device) if rounded else self.master
         self.embed, self.target_head = embed.to(device, dtype), target_head.to(device, dtype)
         self.draft_ids = draft_ids.to(device)
-        angle_dtype = self.master.flat.dtype
-        exponents = torch.arange(0, shape.rope_dim, 2, dtype=angle_dtype, device=device) / shape.rope_dim
-        inverse = shape.rope_theta ** -exponents
-        angles = torch.arange(positions, dtype=angle_dtype, device=device)[:, None] * inverse
-        self.rope_table = angles.cos(), angles.sin()  # (positions, rope_dim / 2) each
+        every = torch.arange(positions, dtype=self.master.flat.dtype, device=device)
+        self.rope_table = rope.table(shape.rope_theta, shape.rope_scaling, shape.rope_dim, shape.max_positions,
+                                     every)  # (positions, rope_dim / 2) each
 
     def initialise(self, seed: int) -> None:
-        """Fresh weights: norms at 1, lm_head the target's rows, the rest uniform as torch.nn.Linear's."""
+        """Fresh weights: norms 1, biases 0, lm_head the target's rows, the rest uniform as torch.nn.Linear's."""
         generator = torch.Generator(self.master.flat.device).manual_seed(seed)
         for name, view in self.master.views.items():
             if name == "lm_head":
                 view.copy_(self.target_head)
             elif view.dim() == 1:
-                view.fill_(1)
+                view.fill_("bias" not in name)
             else:
                 first = name in ("q_embed", "kv_embed", "q_hidden", "kv_hidden")  # their input is [embedding, hidden]
                 fan_in = view.shape[1] * (2 if first else 1)
@@ -191,6 +194,8 @@ class Drafter:
     def export(self, source: NamedTensors, dtype) -> dict[str, torch.Tensor]:
         """The tensors by SGLang's names, on the CPU."""
         named = {"lm_head.weight": source["lm_head"], "norm.weight": source["norm"], "fc.weight": source["fc"]}
+        if self.shape.fc_bias:
+            named["fc.bias"] = source["fc_bias"]
         if self.shape.aux_norm:
             names = aux_norm_names(self.shape)
             named |= zip(names, source["aux_norm"].chunk(len(names)))
@@ -201,6 +206,7 @@ class Drafter:
                       "hidden_norm": w["hidden_norm"], "post_attention_layernorm": w["post_norm"]}
             parts |= {"input_layernorm": w["input_norm"]} if "input_norm" in w else {}
             named |= {f"{prefix}{part}.weight": tensor for part, tensor in parts.items()}
+            named |= {f"{prefix}self_attn.o_proj.bias": w["o_bias"]} if "o_bias" in w else {}
         named = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in named.items()}
         named["d2t"] = (self.draft_ids - torch.arange(len(self.draft_ids), device=self.draft_ids.device)).cpu()
         assert set(named) == exported_names(self.shape)
@@ -214,6 +220,7 @@ class Drafter:
         new = {"lm_head": named["lm_head.weight"], "norm": named["norm.weight"], "fc": named["fc.weight"]}
         if self.shape.aux_norm:
             new["aux_norm"] = torch.cat([named[name] for name in aux_norm_names(self.shape)])
+        new["fc_bias"] = named.get("fc.bias")
         for layer, prefix in enumerate(layer_prefixes(self.shape)):
             suffix = f".{layer}" if layer else ""
             part = {name.removeprefix(prefix).removesuffix(".weight"): tensor for name, tensor in named.items()
@@ -221,7 +228,7 @@ class Drafter:
             found = attention_imported(self.shape, part, first=not layer)
             found |= {"gate_up": torch.cat([part["mlp.gate_proj"], part["mlp.up_proj"]]),
                       "down": part["mlp.down_proj"], "hidden_norm": part["hidden_norm"],
-                      "post_norm": part["post_attention_layernorm"]}
+                      "post_norm": part["post_attention_layernorm"], "o_bias": part.get("self_attn.o_proj.bias")}
             found |= {} if layer else {"input_norm": part["input_layernorm"]}
             new |= {f"{name}{suffix}": tensor for name, tensor in found.items()}
         for name, view in self.master.views.items():
@@ -279,6 +286,8 @@ def exported_names(shape: Shape) -> set[str]:
              "hidden_norm", "post_attention_layernorm"]
     names = {f"{prefix}{part}.weight" for prefix in layer_prefixes(shape) for part in parts}
     names |= {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.input_layernorm.weight"}
+    names |= {f"{prefix}self_attn.o_proj.bias" for prefix in layer_prefixes(shape) if shape.o_bias}
+    names |= {"fc.bias"} if shape.fc_bias else set()
     return names | set(aux_norm_names(shape)) if shape.aux_norm else names
 
 
@@ -295,10 +304,12 @@ def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict
             "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
             "draft_vocab_size": shape.draft_vocab, "max_position_embeddings": shape.max_positions,
             "rms_norm_eps": shape.rms_norm_eps, "rope_theta": shape.rope_theta, "tie_word_embeddings": False,
-            "attention_bias": False, "torch_dtype": dtype, "bos_token_id": target.get("bos_token_id"),
+            "attention_bias": shape.o_bias, "torch_dtype": dtype, "bos_token_id": target.get("bos_token_id"),
             "eos_token_id": target.get("eos_token_id"),
             **({"fc_norm": True} if shape.aux_norm == "each" else {}),
             **({"norm_output": True} if shape.norm_output else {}),
+            **({"bias": True} if shape.fc_bias else {}),
+            **({"rope_scaling": shape.rope_scaling} if shape.rope_scaling else {}),
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True,
                              **({"norm_before_fc": True} if shape.aux_norm == "all" else {})}}
 
@@ -319,16 +330,17 @@ def aux_norm_of(kind) -> str:
 
 
 def read_shape(config: dict) -> Shape:
-    """The Shape that `draft_config` wrote down."""
-    kind = kind_of(config)
+    """The Shape that a config.json describes, complete as sglang_draft.completed leaves it. Raises KeyError."""
+    kind, theta = kind_of(config), rope.rope_of(config)[1]
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    latent = mla.read_latent(config) if kind["architecture"] == "mla" else None
+    latent, biased = mla.read_latent(config) if kind["architecture"] == "mla" else None, bool(config.get("bias"))
     heads = config["num_attention_heads"]
     return Shape(config["hidden_size"], heads, heads if latent else config["num_key_value_heads"],
                  latent.head_dim if latent else config["head_dim"], config["intermediate_size"],
-                 config["vocab_size"], config["draft_vocab_size"], config["rms_norm_eps"], config["rope_theta"],
-                 config["max_position_embeddings"], kind["draft_layers"], len(ids or range(3)), aux_norm_of(kind),
-                 kind["norm_output"], latent)
+                 config["vocab_size"], config["draft_vocab_size"], config["rms_norm_eps"], theta,
+                 config["max_position_embeddings"], kind["draft_layers"],
+                 config.get("num_aux_hidden_states") or len(ids or range(3)), aux_norm_of(kind), kind["norm_output"],
+                 rope.rope_scaling(config), not latent and bool(config.get("attention_bias") or biased), biased, latent)
 
 
 def served_from(shape: Shape) -> str:
@@ -338,6 +350,11 @@ def served_from(shape: Shape) -> str:
     """
     if shape.latent:
         return mla.NORMS_FROM if shape.aux_norm or shape.norm_output else mla.SERVED_FROM
+    scaling = shape.rope_scaling or {}
+    if not scaling.get("truncate", True):
+        return "0.5.21"
     if shape.aux_norm == "all":
         return "0.5.17"
+    if {"mscale", "mscale_all_dim"} <= scaling.keys():
+        return "0.5.16"
     return "0.5.12" if shape.aux_norm or shape.norm_output or shape.layers > 1 or shape.aux_states != 3 else "0.5.10"

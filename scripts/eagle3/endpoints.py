@@ -13,11 +13,12 @@ from pathlib import Path
 
 import httpx
 
+from eagle3.drafter_files import weight_files
 from eagle3.masking import hide, masked, secrets_in
 from eagle3.server_log import check_writable, why_ended
 from eagle3.servers import (NO_ANSWER, ServerGone, call, flag_value, healthy, server_command, start_server,
                             stop_server)
-from eagle3.sglang_draft import first_release, is_known, weight_files
+from eagle3.sglang_draft import first_release, is_known
 from eagle3.stage import UserError, log, sha256_file
 from eagle3.target import version_numbers
 
@@ -117,7 +118,7 @@ def read_provenance(draft_path: Path | None, with_weights: bool) -> dict:
         raise UserError(f"--draft-path: {draft_path} holds no config.json. "
                         "Name a folder that 04_train.py exported (output/best).")
     if with_weights and not weight_files(draft_path):
-        raise UserError(f"--doctor: {draft_path} holds no model.safetensors.")
+        raise UserError(f"--doctor: {draft_path} holds no weights (*.safetensors, *.bin).")
     path = draft_path / "eagle3.json"
     try:
         found = [json.loads(file.read_text()) for file in (draft_path / "config.json", path) if file.exists()]

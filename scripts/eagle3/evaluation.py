@@ -8,60 +8,43 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from eagle3.acceptance import Evaluation, evaluate, predicted
 from eagle3.batches import Sample
 from eagle3.bench_prompts import read_ids
 from eagle3.checked import usable_samples
-from eagle3.drafter import Drafter, Shape, read_shape
+from eagle3.drafter import Drafter
+from eagle3.drafter_files import Stored, check_layers, read_drafter, summary, weights_sha256
 from eagle3.figures import BOOTSTRAP, resampled
 from eagle3.metrics import listed
 from eagle3.processes import Process
 from eagle3.report import markdown_table
 from eagle3.responses import part_files, read_jsonl
 from eagle3.sources import Source, once, read_source
-from eagle3.stage import SCHEMA, UserError, log, read_json, sha256_file, write_atomic
+from eagle3.stage import SCHEMA, UserError, log, write_atomic
 from eagle3.states import layer_list
 from eagle3.target import Target
 
 
-@dataclass
-class Exported:
-    """A drafter's folder (best/, checkpoint-<step>/), read."""
-    folder: Path
-    shape: Shape
-    tensors: dict
-    draft_ids: torch.Tensor  # (Vd,)
-    trained_on: list[str]  # sha256 of the manifests of its hidden_states/, as far as they are known
-
-
 # ---- what there is ----
-def read_drafter(folder: Path, target: Target, sources: list[Source]) -> Exported:
-    """Raises UserError where it is not whole, or was trained on other states than these."""
-    about = read_json(folder / "eagle3.json") if (folder / "eagle3.json").exists() else {}  # another trainer's has none
-    try:
-        shape, tensors = read_shape(read_json(folder / "config.json")), load_file(folder / "model.safetensors")
-        draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    except (OSError, KeyError, SafetensorError) as error:
-        raise UserError(f"{folder}: no drafter that 04_train.py exported ({error}). Name a best/ or checkpoint-<step>/ "
-                        "folder.") from None
-    if (shape.hidden, shape.vocab) != (target.config["hidden_size"], target.config["vocab_size"]):
-        raise UserError(f"{folder}: a drafter for hidden size {shape.hidden} and {shape.vocab} tokens, the target at "
-                        f"{target.folder} has {target.config['hidden_size']} and {target.config['vocab_size']}.")
+def read_fed(folder: Path, target: Target, sources: list[Source], version: str | None) -> Stored:
+    """A drafter that SGLang feeds these states; what there is to say of it is logged.
+
+    version: the SGLang that serves it (None: the one that captured). Raises UserError where it is not whole, or is fed
+    other states.
+    """
+    stored = read_drafter(folder, target)
     for source in sources:
-        layers = layer_list(source.facts)
-        if about.get("capture_layers", layers) != layers or shape.aux_states != len(layers):
-            raise UserError(f"{folder}: trained on layers {about.get('capture_layers')} ({shape.aux_states} states), "
-                            f"{source.folder} holds {layers}. Extract those.")
-    trained_on = about.get("hidden_states_manifest") or []
-    return Exported(folder, shape, tensors, draft_ids, [trained_on] if isinstance(trained_on, str) else trained_on)
+        note = check_layers(stored, layer_list(source.facts), source.folder,
+                            version or source.facts["sglang_version"], target.config.get("num_hidden_layers"))
+        stored.notes += [note] if note and note not in stored.notes else []
+    log(f"{folder} | {summary(stored.shape)}" + "".join(f" | {note}" for note in stored.notes))
+    return stored
 
 
 def read_folders(args, target: Target) -> list[Source]:
@@ -184,47 +167,51 @@ def tables(found: dict[str, dict]) -> str:
 
 
 # ---- the command ----
-def make_drafter(exported: Exported, embed: torch.Tensor, head: torch.Tensor, positions: int,
+def make_drafter(stored: Stored, embed: torch.Tensor, head: torch.Tensor, positions: int,
                  process: Process) -> Drafter:
-    """Raises UserError when its tensors are not those that its config.json says."""
-    draft = Drafter(exported.shape, process.dtype, process.device, embed, head[exported.draft_ids], exported.draft_ids,
-                    positions)
-    try:
-        draft.load(exported.tensors)
-    except UserError as error:
-        raise UserError(f"{exported.folder}/model.safetensors: {error}") from None
+    draft_ids = torch.from_numpy(stored.draft_ids)
+    draft = Drafter(stored.shape, process.dtype, process.device, embed, head[draft_ids], draft_ids, positions)
+    draft.load(stored.tensors(head))
     return draft
+
+
+def trained_on(stored: Stored) -> list[str]:
+    """sha256 of the manifests of its hidden_states/, as far as they are known."""
+    known = stored.about.get("hidden_states_manifest") or []
+    return [known] if isinstance(known, str) else known
 
 
 def evaluate_drafters(args, process: Process) -> None:
     """Logs a line a drafter, prints the tables, and writes evaluate.json into --output-dir if one is given.
 
-    args: evaluate (folders), verifier_path, data_dirs, ids, responses, output_dir, and what `evaluate` takes. Raises
-    UserError.
+    args: evaluate (folders), verifier_path, data_dirs, ids, responses, serve_sglang_version, output_dir, and what
+    `evaluate` takes. Raises UserError.
     """
     if process.world > 1:
         raise UserError("--evaluate computes in one process. Start it without torchrun.")
     target = Target(args.verifier_path)
     sources = read_folders(args, target)
-    drafters = [read_drafter(folder, target, sources) for folder in dict.fromkeys(args.evaluate)]
+    drafters = [read_fed(folder, target, sources, args.serve_sglang_version)
+                for folder in dict.fromkeys(args.evaluate)]
     embed, head, by_map, evaluations = target.tensor("embed"), target.tensor("head"), {}, []
-    for exported in drafters:
-        if not args.ids and {source.manifest_sha256 for source in sources} & set(exported.trained_on):
-            log(f"{exported.folder} was trained on these states: the figures are no held-out ones, unless --ids names "
+    for stored in drafters:
+        if not args.ids and {source.manifest_sha256 for source in sources} & set(trained_on(stored)):
+            log(f"{stored.folder} was trained on these states: the figures are no held-out ones, unless --ids names "
                 "its val_ids.json")
-        vocabulary = tuple(exported.draft_ids.tolist())  # the loss hangs on it
+        vocabulary = tuple(stored.draft_ids.tolist())  # the loss hangs on it
         if vocabulary not in by_map:
-            by_map[vocabulary] = held_out_samples(args, sources, exported.draft_ids, head, process)
+            by_map[vocabulary] = held_out_samples(args, sources, torch.from_numpy(stored.draft_ids), head,
+                                                  process)
         samples, dropped = by_map[vocabulary]
-        draft = make_drafter(exported, embed, head, args.max_seq_len + args.ttt_steps, process)
+        draft = make_drafter(stored, embed, head, args.max_seq_len + args.ttt_steps, process)
         evaluations.append(evaluate(draft, samples, args, process))
         metrics, K = evaluations[-1].metrics, args.ttt_steps
-        log(f"{exported.folder} | {len(samples)} samples, {sum(dropped.values())} skipped | loss_k "
+        log(f"{stored.folder} | {len(samples)} samples, {sum(dropped.values())} skipped | loss_k "
             f"{listed(metrics, 'loss', K)} | full_acc {listed(metrics, 'full_acc', K)} | cond_acc "
             f"{listed(metrics, 'cond_acc', K)} | accept_length {metrics['accept_length']:.3f}")
     source_of = data_sources(samples, args.responses)
-    found = {str(exported.folder): drafter_figures(evaluation, evaluations[0], source_of)
-             for exported, evaluation in zip(drafters, evaluations)}
+    found = {str(stored.folder): drafter_figures(evaluation, evaluations[0], source_of)
+             for stored, evaluation in zip(drafters, evaluations)}
     print(tables(found), flush=True)
     if args.output_dir:
         args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -237,7 +224,7 @@ def report(args, sources: list[Source], found: dict[str, dict], dropped: dict) -
     """evaluate.json."""
     config = {"num_draft_steps": args.num_draft_steps, "max_seq_len": args.max_seq_len, "bootstrap": BOOTSTRAP,
               "ids": str(args.ids) if args.ids else None}
-    weights = {name: sha256_file(Path(name) / "model.safetensors") for name in found}
+    weights = {name: weights_sha256(Path(name)) for name in found}
     return {"schema": SCHEMA, "config": config, "dropped": dropped,
             "hidden_states": {str(source.folder): source.manifest_sha256 for source in sources},
             "drafters": {name: {"weights_sha256": weights[name], **figures} for name, figures in found.items()}}

@@ -26,10 +26,11 @@ FOLDED = {"q_embed": "input_norm", "kv_embed": "input_norm", "fc": "aux_norm"}  
 
 
 def runs(draft) -> bool:
-    """Whether this pass can train this drafter where it lies."""
+    """Whether this pass can train this drafter where it lies; one with biases, a rare kind, the plain pass trains."""
     shape = draft.shape
-    return (draft.master.flat.is_cuda and draft.dtype in (torch.bfloat16, torch.float16) and triton_runs()
-            and shape.value_dim <= shape.head_dim)
+    if shape.o_bias or shape.fc_bias or shape.value_dim > shape.head_dim:
+        return False
+    return draft.master.flat.is_cuda and draft.dtype in (torch.bfloat16, torch.float16) and triton_runs()
 
 
 @torch.no_grad()

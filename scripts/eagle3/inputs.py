@@ -1,6 +1,7 @@
 """What 04's flags name, read and found to fit together: data, vocabulary map, target, and the sizes of the drafter."""
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import time
@@ -10,9 +11,12 @@ from pathlib import Path
 import torch
 
 from eagle3.drafter import Shape, aux_norm_of, draft_config, served_from
+from eagle3.drafter_files import Stored, check_layers, differing, read_drafter, summary, weights_sha256
 from eagle3.journal import read_facts
 from eagle3.mla import Latent, latent_of, read_latent
 from eagle3.recipe import fill_kind
+from eagle3.rope import rope_scaling
+from eagle3.sglang_draft import completed
 from eagle3.stage import SCHEMA, UserError, read_json, read_manifest, sha256_file
 from eagle3.states import layer_list
 from eagle3.target import Target, layer_ids, version_numbers
@@ -29,6 +33,7 @@ class Inputs:
     shape: Shape
     config_json: dict  # the drafter's
     hashes: dict  # of what was read
+    begin_with: Stored | None = None  # --finetune-from
 
     @property
     def layers(self) -> list[int]:
@@ -57,7 +62,7 @@ def draft_shape(args, target: dict, draft_vocab: int, aux_states: int = 3) -> Sh
 
     target: its text config; aux_states: how many layers were captured.
     """
-    old = read_json(args.finetune_from / "config.json") if args.finetune_from else {}
+    old = completed(read_json(args.finetune_from / "config.json")) if args.finetune_from else {}
     heads = args.num_heads or old.get("num_attention_heads") or target["num_attention_heads"]
     latent = draft_latent(args, old, target) if args.architecture == "mla" else None
     kv_heads = args.num_kv_heads or old.get("num_key_value_heads") or (8 if heads % 8 == 0 else heads)
@@ -72,7 +77,8 @@ def draft_shape(args, target: dict, draft_vocab: int, aux_states: int = 3) -> Sh
         rms_norm_eps=old.get("rms_norm_eps") or target.get("rms_norm_eps", 1e-5),
         rope_theta=float(args.rope_theta or old.get("rope_theta") or theta),
         max_positions=positions or target["max_position_embeddings"], layers=args.draft_layers, aux_states=aux_states,
-        aux_norm=aux_norm_of(vars(args)), norm_output=args.norm_output)
+        aux_norm=aux_norm_of(vars(args)), norm_output=args.norm_output, rope_scaling=rope_scaling(old),
+        o_bias=not latent and bool(old.get("attention_bias") or old.get("bias")), fc_bias=bool(old.get("bias")))
     if shape.heads % shape.kv_heads or shape.rope_dim % 2:
         raise UserError(f"{shape.heads} heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}: kv heads must "
                         "divide the heads, head_dim must be even.")
@@ -100,8 +106,8 @@ def read_inputs(args, say) -> Inputs:
     draft_ids = torch.from_numpy(read_mapping(args.vocab_mapping_dir, target.config["vocab_size"]))
     layers = layer_list(facts)
     version = args.serve_sglang_version or facts["sglang_version"]
-    fill_kind(args, version)
-    shape = draft_shape(args, target.config, len(draft_ids), len(layers))
+    begin_with = read_start(args, target, layers, draft_ids, version) if args.finetune_from else None
+    shape = find_shape(args, target.config, len(draft_ids), len(layers), version, begin_with, say)
     ids = layer_ids(layers, version)
     if version_numbers(version) < version_numbers(served_from(shape)):
         raise UserError(f"SGLang {version} does not serve a drafter of this kind ({len(layers)} aux states, "
@@ -113,25 +119,49 @@ def read_inputs(args, say) -> Inputs:
     hashes = {**{name: sha256_file(args.data_dir / file) for name, file in source.items()},
               "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),
               "target_config": sha256_file(args.verifier_path / "config.json")}
-    if args.finetune_from:
-        hashes["finetune_from"] = check_finetune(args.finetune_from, layers, args.data_dir)
+    if begin_with:
+        hashes["finetune_from"] = weights_sha256(args.finetune_from)
     index = [] if args.follow else read_index(args.data_dir, facts["index_sha256"])
     config_json = draft_config(shape, target.config, ids, args.export_dtype)
-    return Inputs(facts, index, target, draft_ids, shape, config_json, hashes)
+    return Inputs(facts, index, target, draft_ids, shape, config_json, hashes, begin_with)
 
 
-def check_finetune(folder: Path, layers: list[int], data_dir: Path) -> str:
-    """sha256 of the weights to start from. Raises UserError when they are not there or were trained on other layers."""
-    old = folder / "eagle3.json"
-    old_layers = read_json(old).get("capture_layers") if old.exists() else layers
-    if old_layers != layers:
-        raise UserError(f"{old}: trained on capture layers {old_layers}, {data_dir} holds {layers}. Extract those, or "
-                        "start without --finetune-from.")
-    try:
-        return sha256_file(folder / "model.safetensors")
-    except OSError as error:
-        raise UserError(f"--finetune-from: {error}. Name a folder that 04_train.py exported (best/ or "
-                        "checkpoint-<step>/).") from None
+def read_start(args, target: Target, layers: list[int], draft_ids: torch.Tensor, version: str) -> Stored:
+    """The drafter to start from. Raises UserError where it is fed other layers or drafts other tokens than this run's.
+
+    args: finetune_from, data_dir, vocab_mapping_dir; draft_ids (Vd,) of that map; version: the SGLang that serves.
+    """
+    found = read_drafter(args.finetune_from, target)
+    note = check_layers(found, layers, args.data_dir, version, target.config.get("num_hidden_layers"))
+    found.notes += [note] if note else []
+    own = torch.from_numpy(found.draft_ids)
+    if not torch.equal(own, draft_ids):
+        shared = int(torch.isin(own, draft_ids).sum())
+        raise UserError(f"{found.folder}: drafts {len(own):,} tokens, {shared:,} of them "
+                        f"among the {len(draft_ids):,} of {args.vocab_mapping_dir}: another vocabulary map. Take its "
+                        f"own: 02_build_vocab.py --from-drafter {found.folder}.")
+    return found
+
+
+def find_shape(args, target: dict, draft_vocab: int, aux_states: int, version: str, start: Stored | None, say) -> Shape:
+    """The drafter's sizes and kind; what is to be known of one to start from is said. Raises UserError."""
+    fresh = argparse.Namespace(**vars(args) | {"finetune_from": None, "output_dir": None})
+    fill_kind(args, version)
+    shape = draft_shape(args, target, draft_vocab, aux_states)
+    if not start:
+        return shape
+    changed = differing(shape, start.shape)
+    if shape.weights() != start.shape.weights():
+        raise UserError(f"{start.folder}: the flags ask for another drafter than it is: {', '.join(changed)} (what it "
+                        "is in brackets). Leave them out, or start without --finetune-from.")
+    fill_kind(fresh, version)
+    own = differing(start.shape, draft_shape(fresh, target, draft_vocab, aux_states))
+    lines = [summary(start.shape), *start.notes, "of the kind and sizes of a fresh drafter of this run" if not own else
+             f"not as a fresh drafter of this run would be (in brackets): {', '.join(own)}"]
+    lines += [f"flags change it, so it does not begin at what it serves: {', '.join(changed)}"] if changed else []
+    for line in lines:
+        say(f"finetune from {start.folder} | {line}")
+    return shape
 
 
 def read_index(folder: Path, sha256: str) -> list[dict]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from eagle3.checkpoints import begun
 from eagle3.drafter import kind_of
+from eagle3.sglang_draft import completed
 from eagle3.stage import UserError, read_json
 from eagle3.target import version_numbers
 
@@ -46,7 +47,7 @@ def fill_kind(args, version: str) -> None:
     kind = {"architecture": "llama", "draft_layers": 1, "fc_norm": norms and not args.norm_before_fc,
             "norm_before_fc": False, "norm_output": norms}
     if args.finetune_from:
-        kind = kind_of(read_json(args.finetune_from / "config.json"))
+        kind = kind_of(completed(read_json(args.finetune_from / "config.json")))
     if old is not None:
         kind = {name: old.get(flag(name), BEFORE[name]) for name in KIND}
     for name in KIND:

@@ -206,7 +206,7 @@ def report_markdown(report: dict, plots: list[str]) -> str:
         out += [f"- {variant} is left out: {why}" for variant, why in report["left_out"].items()]
     if report.get("doctor"):
         doctor = report["doctor"]
-        out += ["", "## Doctor", "", doctor["summary"], "",
+        out += ["", "## Doctor", "", doctor["summary"], "", *(f"- {fact}" for fact in doctor.get("facts", ())),
                 *(f"- **{f['cause']}**: {f['finding']} {f['remedy']}" for f in doctor["findings"]),
                 *(f"- not checked: {name}: {why}" for name, why in doctor["unchecked"].items())]
     out += ["", *(f"- no {name}: {why}" for name, why in report.get("not_drawn", {}).items())]

@@ -5,8 +5,6 @@ import math
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from eagle3 import fused, ttt
 from eagle3.drafter import Drafter, NamedTensors
@@ -60,15 +58,15 @@ def average_decay(decay: float, step: int) -> float:
 def make_drafter(args, inputs, head: torch.Tensor, process) -> Drafter:
     """Fresh weights, or another drafter's. Raises UserError.
 
-    args: max_seq_len, ttt_steps, finetune_from and seed; inputs: inputs.Inputs; head (Vt, H).
+    args: max_seq_len, ttt_steps and seed; inputs: inputs.Inputs; head (Vt, H).
     """
     draft = Drafter(inputs.shape, process.dtype, process.device, inputs.target.tensor("embed"), head[inputs.draft_ids],
                     inputs.draft_ids, args.max_seq_len + args.ttt_steps)
-    if args.finetune_from:
+    if inputs.begin_with:
         try:
-            draft.load(load_file(args.finetune_from / "model.safetensors"))
-        except (SafetensorError, UserError) as error:
-            raise UserError(f"{args.finetune_from}/model.safetensors: {error}") from None
+            draft.load(inputs.begin_with.tensors(head))
+        except UserError as error:
+            raise UserError(f"{inputs.begin_with.folder}: {error}") from None
         return draft
     draft.initialise(args.seed)
     if process.world > 1:  # GPUs of two models draw other numbers from one seed

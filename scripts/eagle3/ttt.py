@@ -144,6 +144,7 @@ def draft_layer(draft, w, hidden, embedded, positions, cache, batch, last: bool)
     q = queries(draft, w, q, positions)
     spans = batch.spans if len(q) == len(batch.mask) else [(keys, keys) for _, keys in batch.spans]
     middle = hidden + attention(q, cache, spans, shape) @ w["o"].t()  # the residual is the raw hidden state
+    middle = middle + w["o_bias"] if shape.o_bias else middle
     gate, up = (rms_norm(middle, w["post_norm"], shape.rms_norm_eps) @ w["gate_up"].t()).chunk(2, -1)
     return middle + (F.silu(gate) * up) @ w["down"].t()
 
@@ -229,6 +230,7 @@ def ttt_pass(draft, batch, step_weights, grads=None, kind="ce"):
         target = (batch.last @ draft.target_head.t()).to(sum_dtype(batch.last)).softmax(-1) * batch.mass[:, None]
         target, next_ids = F.pad(target, (0, 0, 0, K)), F.pad(batch.next_ids, (0, K))  # (R + K, Vd), (C + K,)
         hidden = fc_input(draft, w, batch.aux) @ w["fc"].t()  # (C, H)
+        hidden = hidden + w["fc_bias"] if shape.fc_bias else hidden
         for k in range(K):
             embedded = rms_norm(draft.embed[next_ids[k:k + C]], w["input_norm"], eps)  # x[p+1+k]
             positions = batch.positions
