@@ -71,9 +71,49 @@ def test_what_it_leaves_and_what_can_be_made_of_it(toy, tmp_path):
     trained(toy, tmp_path / "again", *argv)
     before, after = (load_file(folder / "model.safetensors") for folder in (best, tmp_path / "again/best"))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    trained(toy, tmp_path / "e", "--evaluate", best, "--ids", toy / "output/val_ids.json")
-    found, = json.loads((tmp_path / "e/evaluate.json").read_text())["drafters"].values()
+    found = evaluated(toy, tmp_path / "e", best)
     assert found["histogram"] == json.loads((best / "eagle3.json").read_text())["prediction"]["histogram"]
+
+
+def evaluated(toy, output, drafter) -> dict:
+    trained(toy, output, "--evaluate", drafter, "--ids", toy / "output/val_ids.json")
+    found, = json.loads((output / "evaluate.json").read_text())["drafters"].values()
+    return found
+
+
+def other_layout(toy, tmp_path, change=lambda config, tensors: None) -> Path:
+    """The drafter as another trainer might have written it."""
+    folder = shutil.copytree(toy / "output/best", tmp_path / "other")
+    (folder / "eagle3.json").unlink()
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    parts = [tensors.pop(f"layers.0.self_attn.{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    tensors |= {"layers.0.self_attn.fused_qkv_a_proj_with_mqa.weight": torch.cat(parts), "t2d": torch.ones(97, dtype=torch.bool)}
+    config |= {"n_routed_experts": 8, "model_type": "kimi_k2"}
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_one_of_another_trainer_is_read(toy, tmp_path):
+    own, other = (evaluated(toy, tmp_path / str(i), folder)
+                  for i, folder in enumerate((toy / "output/best", other_layout(toy, tmp_path))))
+    assert own["walks"] == other["walks"] and own["correct_drafts"] > 0
+
+
+OTHERS = {"yarn RoPE with latent attention": lambda config, tensors: config.update(rope_scaling={"type": "yarn", "factor": 4.0}),
+          "rope_interleave false": lambda config, tensors: config.update(rope_interleave=False),
+          "2 layers with latent attention": lambda config, tensors: config.update(num_hidden_layers=2),
+          "without kv_lora_rank": lambda config, tensors: config.pop("kv_lora_rank"),
+          "attention_bias, which SGLang ignores": lambda config, tensors: config.update(attention_bias=True),
+          "dropped by SGLang": lambda config, tensors: tensors.update({"model.fc.weight": tensors.pop("fc.weight")})}
+
+
+@pytest.mark.parametrize("why", OTHERS)
+def test_one_that_is_none_of_ours_is_refused_by_name(toy, tmp_path, why):
+    with pytest.raises(UserError, match=why):
+        evaluated(toy, tmp_path / "e", other_layout(toy, tmp_path, OTHERS[why]))
 
 
 REFUSED = {"--norm-before-fc": "served with one layer and without --norm-before-fc", "--draft-layers 2": "served with one layer",
