@@ -100,12 +100,15 @@ train = load_script("04_train")
 
 
 LATENT = Latent(q_lora_rank=40, kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20)  # all apart
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.2,
+        "mscale_all_dim": 0.7}  # as Kimi's, but for the two scales, which are 1 there and cancel out in cosine and sine
 # What SGLang 0.5.23 serves unpatched; each kind is off in one of them and on in another
 KINDS = {"EAGLE-3": {}, "EAGLE-3.1": {"aux_norm": "each", "norm_output": True},
          "norm before fc, five aux states": {"aux_norm": "all", "aux_states": 5},
          "two layers of EAGLE-3.1, four aux states": {"layers": 2, "aux_norm": "each", "norm_output": True, "aux_states": 4},
          "two layers": {"layers": 2},
-         "MLA of EAGLE-3.1, four aux states": {"latent": LATENT, "aux_norm": "each", "norm_output": True, "aux_states": 4}}
+         "MLA of EAGLE-3.1, four aux states, Kimi's YaRN": {"latent": LATENT, "aux_norm": "each", "norm_output": True, "aux_states": 4,
+                                                            "rope_scaling": YARN}}
 
 
 def make_drafter(work: Path, **kind):

@@ -152,7 +152,7 @@ def flash_forward(q, kv, rows, shape):
     out, lse = [], []
     for q0, q1, k0, k1 in zip(rows.cu_q.tolist(), rows.cu_q.tolist()[1:], rows.cu_k.tolist(), rows.cu_k.tolist()[1:]):
         key, value, query, unseen = parts(q[q0:q1], kv[k0:k1], shape)
-        scores = (torch.einsum("qhd,khd->hqk", query, key) * shape.head_dim ** -0.5).masked_fill(unseen, -math.inf)
+        scores = (torch.einsum("qhd,khd->hqk", query, key) * shape.softmax_scale).masked_fill(unseen, -math.inf)
         out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1))
         lse.append(scores.logsumexp(-1))
     return torch.cat(out), torch.cat(lse, 1), None
@@ -164,10 +164,10 @@ def flash_backward(d_out, q, kv, out, lse, state, rows, shape):
     for q0, q1, k0, k1 in zip(rows.cu_q.tolist(), rows.cu_q.tolist()[1:], rows.cu_k.tolist(), rows.cu_k.tolist()[1:]):
         key, value, query, unseen = parts(q[q0:q1], kv[k0:k1], shape)
         d, o = (x[q0:q1].view(q1 - q0, shape.heads, -1) for x in (d_out, out))
-        scores = (torch.einsum("qhd,khd->hqk", query, key) * shape.head_dim ** -0.5).masked_fill(unseen, -math.inf)
+        scores = (torch.einsum("qhd,khd->hqk", query, key) * shape.softmax_scale).masked_fill(unseen, -math.inf)
         weights = (scores - lse[:, q0:q1, None]).exp()
         delta = (d * o).sum(-1).t()[..., None]  # (heads, q, 1)
-        d_scores = weights * (torch.einsum("qhd,khd->hqk", d, value) - delta) * shape.head_dim ** -0.5
+        d_scores = weights * (torch.einsum("qhd,khd->hqk", d, value) - delta) * shape.softmax_scale
         dq[q0:q1] = torch.einsum("hqk,khd->qhd", d_scores, key).flatten(1)
         for part, grad in ((slice(keys), torch.einsum("hqk,qhd->khd", d_scores, query)),
                            (slice(keys, None), torch.einsum("hqk,qhd->khd", weights, d))):
@@ -195,9 +195,10 @@ def random_batch(shape, lengths, prompts, steps):
     return batch.to(DEVICE, torch.float32)
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 1.0}
 KINDS = {"EAGLE-3": {}, "two layers": {"layers": 2}, "EAGLE-3.1": {"aux_norm": "each", "norm_output": True},
          "norm before fc, five states": {"aux_norm": "all", "aux_states": 5},
-         "MLA of EAGLE-3.1": {"latent": Latent(20, 12, 6, 4, 7), "aux_norm": "each", "norm_output": True}}
+         "MLA of EAGLE-3.1, YaRN": {"latent": Latent(20, 12, 6, 4, 7), "aux_norm": "each", "norm_output": True, "rope_scaling": YARN}}
 
 
 @pytest.mark.parametrize("kind, loss", [*((kind, "ce") for kind in KINDS), ("EAGLE-3", "kl"), ("EAGLE-3", "lk")])

@@ -102,7 +102,9 @@ def test_one_of_another_trainer_is_read(toy, tmp_path):
     assert own["walks"] == other["walks"] and own["correct_drafts"] > 0
 
 
-OTHERS = {"yarn RoPE with latent attention": lambda config, tensors: config.update(rope_scaling={"type": "yarn", "factor": 4.0}),
+OTHERS = {"llama3 RoPE of this kind with latent attention": lambda config, tensors: config.update(rope_scaling={
+              "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+          "yarn RoPE of this kind": lambda config, tensors: config.update(rope_scaling={"type": "yarn", "factor": 4.0, "mscale": 1.0}),
           "rope_interleave false": lambda config, tensors: config.update(rope_interleave=False),
           "2 layers with latent attention": lambda config, tensors: config.update(num_hidden_layers=2),
           "without kv_lora_rank": lambda config, tensors: config.pop("kv_lora_rank"),

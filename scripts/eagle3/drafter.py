@@ -61,6 +61,14 @@ class Shape:
         """How many of a head's columns are rotated: the last ones."""
         return self.latent.qk_rope_head_dim if self.latent else self.head_dim
 
+    @property
+    def softmax_scale(self) -> float:
+        """Of queries times keys. Latent attention puts YaRN's magnitude of all columns into it (deepseek_v2.py)."""
+        scaling, scale = self.rope_scaling or {}, self.head_dim ** -0.5
+        if self.latent and scaling:
+            scale *= rope.magnitude(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0)) ** 2
+        return scale
+
     def weights(self) -> dict[str, tuple[int, ...]]:
         """The trained tensors in the order in which a checkpoint's flat state holds them.
 

@@ -87,7 +87,7 @@ def flash_forward(q, kv, rows: Rows, shape):
     keys, heads, dim = shape.key_columns, shape.heads, shape.head_dim
     out, lse, *state = torch.ops.aten._flash_attention_forward(
         q.view(-1, heads, dim), kv[:, :keys].view(-1, shape.kv_heads, dim), kv[:, keys:].view(-1, shape.kv_heads, dim),
-        rows.cu_q, rows.cu_k, rows.max_q, rows.max_k, 0.0, True, False, scale=dim ** -0.5)
+        rows.cu_q, rows.cu_k, rows.max_q, rows.max_k, 0.0, True, False, scale=shape.softmax_scale)
     return out.view(len(q), -1), lse, state[:2]
 
 
@@ -101,7 +101,7 @@ def flash_backward(d_out, q, kv, out, lse, state, rows: Rows, shape):
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         d_out.view(-1, heads, dim), q.view(-1, heads, dim), kv[:, :keys].view(-1, shape.kv_heads, dim),
         kv[:, keys:].view(-1, shape.kv_heads, dim), out.view(-1, heads, dim), lse, rows.cu_q, rows.cu_k, rows.max_q,
-        rows.max_k, 0.0, True, *state, scale=dim ** -0.5)
+        rows.max_k, 0.0, True, *state, scale=shape.softmax_scale)
     return dq.view(len(q), -1), dk.view(len(kv), -1), dv.view(len(kv), -1)
 
 

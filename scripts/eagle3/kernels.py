@@ -70,14 +70,14 @@ def rope_(x, positions, table, head_dim: int, inverse=False, pitch=None):
 def merge_diagonal(q, diagonal, out, lse, shape) -> None:
     """Adds the keys and values `diagonal` (k, R, KV) of each row itself to out (R, Q) and lse (heads, R), in place."""
     grid, blocks = diagonal_launch(q, shape)
-    diagonal_kernel[grid](q, diagonal, out, lse, len(q), len(diagonal), shape.head_dim ** -0.5, **blocks)
+    diagonal_kernel[grid](q, diagonal, out, lse, len(q), len(diagonal), shape.softmax_scale, **blocks)
 
 
 def merge_diagonal_backward(d_out, q, diagonal, out, lse, dq, d_diagonal, shape) -> None:
     """Adds to dq (R, Q) and d_diagonal (k, R, KV) the diagonal keys' part of the gradient; out, lse: merged."""
     grid, blocks = diagonal_launch(q, shape)
     diagonal_backward_kernel[grid](d_out, q, diagonal, out, lse, dq, d_diagonal, len(q), len(diagonal),
-                                   shape.head_dim ** -0.5, **blocks)
+                                   shape.softmax_scale, **blocks)
 
 
 # ---- loss and optimizer ----

@@ -120,13 +120,20 @@ def beyond(config: dict) -> list[str]:
              "tie_word_embeddings true": config.get("tie_word_embeddings"),
              "rope_is_neox_style false": not latent and not config.get("rope_is_neox_style", True),
              "rope_interleave false": latent and config.get("rope_interleave") is False,
-             f"{rope_of(config)[0]} RoPE with latent attention": latent and rope_of(config)[0] != "default",
+             f"{rope_of(config)[0]} RoPE of this kind with latent attention": latent and not latent_rope(config),
              f"{layers} layers with latent attention": latent and layers not in (None, 1),
              "fc_norm and norm_before_fc at once": norms(config)["fc_norm"] and norms(config)["norm_before_fc"],
              **{key: config.get(key) for key in ("final_logit_softcapping", "quantization_config",
                                                  "compression_config")}}
     odd = other_rope(config)
     return [what for what, there in asked.items() if there] + ([odd] if odd else [])
+
+
+def latent_rope(config: dict) -> bool:
+    """Whether latent attention computes the RoPE that rope.py reads: it takes any kind but the plain one as YaRN."""
+    kind, _, numbers = rope_of(config)
+    alike = ("mscale" in numbers) == ("mscale_all_dim" in numbers) and numbers.get("truncate", True)
+    return kind == "default" or kind == "yarn" and alike
 
 
 def unread(config: dict) -> list[str]:

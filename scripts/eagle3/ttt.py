@@ -100,7 +100,7 @@ def attention(q, cache, spans, shape):
     of all context rows: a row sees those up to its position. Later ones are seen by their own row alone. spans: per
     sample ((q0, q1), (k0, k1)).
     """
-    q = q.view(len(q), shape.kv_heads, -1, shape.head_dim) * shape.head_dim ** -0.5  # (rows, kv_heads, group, D)
+    q = q.view(len(q), shape.kv_heads, -1, shape.head_dim) * shape.softmax_scale  # (rows, kv_heads, group, D)
     (key, value), later, out = cache[0], cache[1:], []
     key, value = (x.view(len(x), shape.kv_heads, -1) for x in (key, value))
     diagonal = [x.view(len(x), shape.kv_heads, 1, -1) for pair in later for x in pair]
