@@ -198,8 +198,8 @@ def test_artifacts_json_says_what_the_scripts_do():
         assert script.STAGE == name and stage.SCHEMA == artifacts["schema"]
 
 
-@pytest.mark.parametrize("kind", [{}, {"aux_norm": "each", "aux_states": 5, "norm_output": True}, {"aux_norm": "all"}, {"layers": 2},
-                                  {"latent": Latent(20, 12, 6, 4, 7)}], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"aux_norm": "each", "aux_states": 5, "norm_output": True}, {"aux_norm": "all"},
+                                  {"layers": 2, "o_bias": True, "fc_bias": True}, {"latent": Latent(20, 12, 6, 4, 7)}], ids=str)
 def test_artifacts_json_names_the_tensors_of_every_kind_of_drafter(kind):
     shape = Shape(hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocab=99, draft_vocab=61, rms_norm_eps=1e-5, rope_theta=1e4,
                   max_positions=64, **kind)
