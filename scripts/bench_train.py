@@ -3,6 +3,7 @@
     python3 scripts/bench_train.py                  # check, ceilings, table: some minutes on an H200, 4.7 GB of files
     python3 scripts/bench_train.py --profile        # besides: where the time of a step goes, kernel by kernel
     python3 scripts/bench_train.py --check-only     # only: the fused pass in bfloat16 against the plain in float32
+    python3 scripts/bench_train.py --architecture mla     # check, and the drafter with latent attention alone
     torchrun --nproc_per_node 2 scripts/bench_train.py --cases t4096     # the same work on one and on two GPUs
 
 It times Trainer.update (forward, backward, clipping, optimizer) on packed batches of random states that already lie
@@ -35,6 +36,7 @@ from eagle3 import fused, optimizers, ttt  # noqa: E402
 from eagle3.batches import Sample, batch_of, pack  # noqa: E402
 from eagle3.drafter import Drafter, Shape  # noqa: E402
 from eagle3.loader import Reader, feed  # noqa: E402
+from eagle3.mla import Latent  # noqa: E402
 from eagle3.trainer import HostCopy, Trainer  # noqa: E402
 
 SIZES = {
@@ -42,6 +44,7 @@ SIZES = {
                  rms_norm_eps=1e-5, rope_theta=5e4, max_positions=262144),
     "toy": dict(hidden=128, heads=8, head_dim=16, intermediate=192, vocab=1000, draft_vocab=320, rms_norm_eps=1e-5,
                 rope_theta=5e4, max_positions=4096)}
+LATENTS = {"kimi": Latent(1536, 512, 128, 64, 128), "toy": Latent(48, 32, 16, 8, 16)}
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Case:
     peers: str = ""  # tok/s, measured on an H200 with their own code
     optimizer: str = "adamw"
     kind: tuple = ()  # of drafter: items of Shape
+    architecture: str = "llama"
 
 
 CASES = {
@@ -67,6 +71,11 @@ CASES = {
     "norms": Case("t4096-8, EAGLE-3.1's norms", 8, 3, kind=(("aux_norm", "each"), ("norm_output", True))),
     "layers": Case("t4096-8, two layers", 8, 3, kind=(("layers", 2),)),
     "aux5": Case("t4096-8, five aux states", 8, 3, kind=(("aux_states", 5),)),
+    "mla": Case("t4096, MLA", 64, 3, 20000, architecture="mla"),
+    "mla-mix": Case("mix, MLA", 64, 3, architecture="mla"),
+    "mla-norms": Case("t4096, MLA, EAGLE-3.1's norms", 64, 3, architecture="mla",
+                      kind=(("aux_norm", "each"), ("norm_output", True))),
+    "mla-muon": Case("t4096, MLA, Muon", 64, 3, optimizer="muon", architecture="mla"),
 }
 
 
@@ -107,9 +116,11 @@ def make_drafter(shape, device, dtype):
 
 
 def make_trainer(shape, device, dtype, optimizer):
-    return Trainer(make_drafter(shape, device, dtype), SimpleNamespace(
+    trainer = Trainer(make_drafter(shape, device, dtype), SimpleNamespace(
         optimizer=optimizer, ema=0, step_weights=[0.8 ** k for k in range(8)], loss="ce", max_grad_norm=1.0, beta1=0.9,
         beta2=0.95, weight_decay=0.0))
+    trainer.ttt = fused if fused.runs(trainer.draft) else ttt  # also where 04 does not take it yet (choose_pass)
+    return trainer
 
 
 class Clock:
@@ -158,10 +169,14 @@ def report(name: str, tokens: int, seconds: float, flops: float, peak_tflops: fl
     return rate
 
 
-def check(device) -> bool:
+CHECKED = {"llama": Shape(512, 8, 4, 128, 384, 3000, 1100, 1e-5, 5e4, 4096),
+           "mla": Shape(512, 4, 4, 192, 384, 3000, 1100, 1e-5, 5e4, 4096, latent=Latent(192, 96, 128, 64, 128))}
+
+
+def check(architecture: str, device) -> bool:
     """Whether the fused pass in bfloat16 agrees with the plain one in float32; its relative errors, printed."""
     torch.manual_seed(0)
-    shape = Shape(512, 8, 4, 128, 384, 3000, 1100, 1e-5, 5e4, 4096)
+    shape = CHECKED[architecture]
     draft, single = (make_drafter(shape, device, dtype) for dtype in (torch.bfloat16, torch.float32))
     if not fused.runs(draft):
         print("check: no GPU or no triton here, nothing is fused", flush=True)
@@ -177,10 +192,13 @@ def check(device) -> bool:
         engine.finish(grads, drafter)
         results.append((sums[:, 0].float(), {name: view.float() for name, view in grads.views.items()}))
     (losses, gradients), (plain_losses, plain) = results
-    errors = {"losses": (losses - plain_losses).norm() / plain_losses.norm(),
-              "gradients": max((gradients[name] - plain[name]).norm() / plain[name].norm() for name in plain)}
+    each = {name: float((gradients[name] - plain[name]).norm() / plain[name].norm()) for name in plain}
+    worst = max(each, key=each.get)
+    errors = {"losses": float((losses - plain_losses).norm() / plain_losses.norm()), "gradients": each[worst]}
     for name, error in errors.items():
-        print(f"check fused pass, {name}: relative error {float(error):.1e}, at most {TOLERANCE[name]}", flush=True)
+        said = f" ({worst})" if name == "gradients" else ""
+        print(f"check fused pass of {architecture}, {name}: relative error {error:.1e}{said}, at most "
+              f"{TOLERANCE[name]}", flush=True)
     return all(error < TOLERANCE[name] for name, error in errors.items())
 
 
@@ -301,10 +319,13 @@ class Bench:
         self.bins = pack(self.lengths, list(range(len(self.lengths))), args.batch_tokens)
 
     def trainer(self, case: Case):
-        key = case.kv_heads, case.optimizer, case.kind
+        key = case.kv_heads, case.optimizer, case.kind, case.architecture
         if key not in self.trainers:
             self.trainers.clear()
-            size = SIZES[self.args.size]
+            size = dict(SIZES[self.args.size])
+            if case.architecture == "mla":
+                latent = LATENTS[self.args.size]
+                size |= {"latent": latent, "head_dim": latent.head_dim}
             shape = Shape(kv_heads=min(case.kv_heads, size["heads"]), **size, **dict(case.kind))
             self.trainers[key] = make_trainer(shape, self.device, self.dtype, case.optimizer)
         return self.trainers[key]
@@ -365,7 +386,8 @@ def alone_times(trainer, batches, counts, repeats: int) -> list[float]:
 def parse() -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="default: all of --architecture")
+    parser.add_argument("--architecture", choices=CHECKED, default="llama")
     parser.add_argument("--size", choices=SIZES, default="kimi", help="toy: seconds on a CPU, to try the script itself")
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=10)
@@ -374,7 +396,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=4)
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.cases = args.cases or [name for name, case in CASES.items() if case.architecture == args.architecture]
+    return args
 
 
 def main() -> None:
@@ -392,7 +416,7 @@ def main() -> None:
             sys.stdout = open(os.devnull, "w")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     print(f"torch {torch.__version__} | {gpu} x {world}", flush=True)
-    good = check(device)
+    good = check(args.architecture, device)
     if args.check_only:
         sys.exit(0 if good else 1)
     bench = Bench(args, device, dtype, world)

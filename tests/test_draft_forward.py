@@ -1,4 +1,4 @@
-"""Proofs 2 and 5: SGLang's own LlamaForCausalLMEagle3, loading what 04 exports, computes what 04 trained; and captures the layers 04 was fed.
+"""Proofs 2 and 5: SGLang's own LlamaForCausalLMEagle3 and Eagle3DeepseekV2ForCausalLM, loading what 04 exports, computes what 04 trained; and captures the layers 04 was fed.
 
 Run as a script, this file is the SGLang side: `python test_draft_forward.py WORK...` loads each WORK/draft in its own process on the CPU engine
 (which replaces modules, so not in pytest's), extends requests of several lengths in one batch, decodes, and writes the logits to
@@ -66,11 +66,14 @@ def sglang_side(work: Path, serve) -> None:
             out[f"decode-{n}-{k}"] = row
     out["hot_token_id"] = runner.model.get_hot_token_id()
     # What this drafter need not bring: the target's embedding; a norm that layers above the first do not use
-    brought = {name.replace("midlayer", "layers.0") for name in load_file(work / "draft/model.safetensors")} - {"d2t"}
+    own = {name for name, _ in runner.model.named_parameters()}
+    layer = "midlayer" if "model.midlayer.hidden_norm.weight" in own else "layers.0"
+    brought = {name.replace("midlayer", layer) for name in load_file(work / "draft/model.safetensors")} - {"d2t"}
     brought = {f"model.{name}" if name != "lm_head.weight" else name for name in brought}
-    for stacked, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
+    for stacked, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
+                           "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}.items():
         brought |= {name.replace(parts[0], stacked) for name in brought if parts[0] in name}
-    uninitialised = {name for name, _ in runner.model.named_parameters()} - brought - {"model.embed_tokens.weight"}
+    uninitialised = own - brought - {"model.embed_tokens.weight"}
     uninitialised -= {f"model.layers.{layer}.input_layernorm.weight" for layer in range(1, 4)}
     assert not uninitialised, uninitialised
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in out.items()}, work / "sglang.safetensors")
@@ -98,6 +101,7 @@ from train_reference import random_sample, write_hidden_states, write_target  # 
 from eagle3.batches import Sample, collate  # noqa: E402
 from eagle3.drafter import Drafter, Shape, draft_config, read_shape  # noqa: E402
 from eagle3.inputs import draft_shape  # noqa: E402
+from eagle3.mla import Latent  # noqa: E402
 from eagle3.stage import UserError  # noqa: E402
 from eagle3.states import sample_path  # noqa: E402
 from eagle3.target import layer_rule  # noqa: E402
@@ -107,20 +111,26 @@ from eagle3.ttt import ttt_pass  # noqa: E402
 train = load_script("04_train")
 
 
+LATENT = Latent(q_lora_rank=40, kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20)  # all apart
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.2,
+        "mscale_all_dim": 0.7}  # as Kimi's, but for the two scales, which are 1 there and cancel out in cosine and sine
 # What SGLang 0.5.23 serves unpatched; each kind is off in one of them and on in another
 KINDS = {"EAGLE-3": {}, "EAGLE-3.1": {"aux_norm": "each", "norm_output": True},
          "norm before fc, five aux states": {"aux_norm": "all", "aux_states": 5},
          "two layers of EAGLE-3.1, four aux states": {"layers": 2, "aux_norm": "each", "norm_output": True, "aux_states": 4},
-         "two layers": {"layers": 2}}
+         "two layers": {"layers": 2},
+         "MLA of EAGLE-3.1, four aux states, Kimi's YaRN": {"latent": LATENT, "aux_norm": "each", "norm_output": True, "aux_states": 4,
+                                                            "rope_scaling": YARN}}
 
 
-def make_drafter(work: Path, heads: int, kv_heads: int, head_dim: int, **kind) -> Drafter:
+def make_drafter(work: Path, **kind) -> Drafter:
     """A random drafter with the widths and vocabulary of the tiny target, exported to work/draft, and one sample in work/input.safetensors."""
     target = write_target(work / "target", vocab=512, hidden=64)
     tensors = load_file(target / "model.safetensors")
     embed, head = tensors["language_model.model.embed_tokens.weight"], tensors["language_model.lm_head.weight"]
     draft_ids = torch.from_numpy(np.sort(np.random.default_rng(1).choice(512, 300, replace=False)))
-    shape = Shape(64, heads, kv_heads, head_dim, 96, 512, 300, 1e-5, 50000.0, 4096, **kind)
+    kv_heads, head_dim = (4, kind["latent"].head_dim) if "latent" in kind else (2, 32)  # grouped heads, wider than 64 / 4
+    shape = Shape(64, 4, kv_heads, head_dim, 96, 512, 300, 1e-5, 50000.0, 4096, **kind)
     draft = Drafter(shape, torch.float32, torch.device("cpu"), embed, head[draft_ids], draft_ids, 128)
     draft.initialise(0)
     generator = torch.Generator().manual_seed(5)
@@ -145,7 +155,7 @@ def in_sglang(tmp_path_factory):
     made = {}
     for kind, different in KINDS.items():
         work = tmp_path_factory.mktemp("kind")
-        made[kind] = work, make_drafter(work, heads=4, kv_heads=2, head_dim=32, **different)  # grouped heads, wider than 64 / 4
+        made[kind] = work, make_drafter(work, **different)
     done = subprocess.run([sys.executable, __file__, *(str(work) for work, _ in made.values())], capture_output=True, text=True, cwd=ROOT)
     missing = [kind for kind, (work, _) in made.items() if not (work / "sglang.safetensors").is_file()]
     assert not missing, (missing, done.stderr[-3000:])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from eagle3 import fused, optimizers, ttt
 from eagle3.batches import Sample, batch_of
 from eagle3.drafter import Drafter, Shape
+from eagle3.mla import Latent
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of columns that a kernel masks out
 pytest.importorskip("triton", reason="triton is not installed (scripts/requirements-test.txt has it)")
@@ -77,6 +78,11 @@ def test_rope_in_place_on_rows_that_lie_apart(heads, dim):
     assert torch.equal(wide[:, heads * dim:], before[:, heads * dim:])
     kernels.rope_(x, positions, table, dim, inverse=True)
     assert_close(x, before[:, :heads * dim])
+    apart = normal(4, heads * (dim + 3))  # 3 columns before those of each head that are rotated
+    wanted = ttt.rope(apart.view(4, heads, -1)[..., 3:].flatten(1), positions, table, dim).view(4, heads, dim)
+    wanted = torch.cat([apart.view(4, heads, -1)[..., :3], wanted], -1).flatten(1)
+    kernels.rope_(apart[:, 3:], positions, table, dim, pitch=dim + 3)
+    assert_close(apart, wanted)
 
 
 # ---- the diagonal ----
@@ -146,7 +152,7 @@ def flash_forward(q, kv, rows, shape):
     out, lse = [], []
     for q0, q1, k0, k1 in zip(rows.cu_q.tolist(), rows.cu_q.tolist()[1:], rows.cu_k.tolist(), rows.cu_k.tolist()[1:]):
         key, value, query, unseen = parts(q[q0:q1], kv[k0:k1], shape)
-        scores = (torch.einsum("qhd,khd->hqk", query, key) * shape.head_dim ** -0.5).masked_fill(unseen, -math.inf)
+        scores = (torch.einsum("qhd,khd->hqk", query, key) * shape.softmax_scale).masked_fill(unseen, -math.inf)
         out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1))
         lse.append(scores.logsumexp(-1))
     return torch.cat(out), torch.cat(lse, 1), None
@@ -158,10 +164,10 @@ def flash_backward(d_out, q, kv, out, lse, state, rows, shape):
     for q0, q1, k0, k1 in zip(rows.cu_q.tolist(), rows.cu_q.tolist()[1:], rows.cu_k.tolist(), rows.cu_k.tolist()[1:]):
         key, value, query, unseen = parts(q[q0:q1], kv[k0:k1], shape)
         d, o = (x[q0:q1].view(q1 - q0, shape.heads, -1) for x in (d_out, out))
-        scores = (torch.einsum("qhd,khd->hqk", query, key) * shape.head_dim ** -0.5).masked_fill(unseen, -math.inf)
+        scores = (torch.einsum("qhd,khd->hqk", query, key) * shape.softmax_scale).masked_fill(unseen, -math.inf)
         weights = (scores - lse[:, q0:q1, None]).exp()
         delta = (d * o).sum(-1).t()[..., None]  # (heads, q, 1)
-        d_scores = weights * (torch.einsum("qhd,khd->hqk", d, value) - delta) * shape.head_dim ** -0.5
+        d_scores = weights * (torch.einsum("qhd,khd->hqk", d, value) - delta) * shape.softmax_scale
         dq[q0:q1] = torch.einsum("hqk,khd->qhd", d_scores, key).flatten(1)
         for part, grad in ((slice(keys), torch.einsum("hqk,qhd->khd", d_scores, query)),
                            (slice(keys, None), torch.einsum("hqk,qhd->khd", weights, d))):
@@ -189,8 +195,10 @@ def random_batch(shape, lengths, prompts, steps):
     return batch.to(DEVICE, torch.float32)
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 1.0}
 KINDS = {"EAGLE-3": {}, "two layers": {"layers": 2}, "EAGLE-3.1": {"aux_norm": "each", "norm_output": True},
-         "norm before fc, five states": {"aux_norm": "all", "aux_states": 5}}
+         "norm before fc, five states": {"aux_norm": "all", "aux_states": 5},
+         "MLA of EAGLE-3.1, YaRN": {"latent": Latent(20, 12, 6, 4, 7), "aux_norm": "each", "norm_output": True, "rope_scaling": YARN}}
 
 
 @pytest.mark.parametrize("kind, loss", [*((kind, "ce") for kind in KINDS), ("EAGLE-3", "kl"), ("EAGLE-3", "lk")])
@@ -198,7 +206,8 @@ def test_the_fused_pass_is_the_plain_one(kind, loss, monkeypatch):
     """Losses, right drafts and every gradient; flash attention alone is stood in for."""
     monkeypatch.setattr(fused, "flash_forward", flash_forward)
     monkeypatch.setattr(fused, "flash_backward", flash_backward)
-    shape = Shape(32, 4, 2, 8, 48, 97, 61, EPS, 5e4, 4096, **KINDS[kind])
+    kv_heads, head_dim = (4, 10) if "latent" in KINDS[kind] else (2, 8)
+    shape = Shape(32, 4, kv_heads, head_dim, 48, 97, 61, EPS, 5e4, 4096, **KINDS[kind])
     batch = random_batch(shape, [13, 5, 8, 3], [8, 2, 4, 1], steps=3)
     draft = Drafter(shape, torch.float32, DEVICE, torch.randn(97, 32) * 0.3, torch.randn(61, 32) * 0.3, torch.arange(61) + 20, 256)
     draft.initialise(0)

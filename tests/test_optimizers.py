@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eagle3.drafter import Drafter, Shape
+from eagle3.mla import Latent
 from eagle3.optimizers import AdamW, Gradients, Muon, muon_matrices, orthogonal_factor, shared_out, symmetric_product
 
 SHAPE = Shape(32, 4, 2, 8, 48, 97, 61, 1e-5, 5e4, 256)
@@ -67,6 +68,24 @@ def test_muon_turns_the_matrices_as_sglang_has_them():
     assert set(found) == set(names)
     for ours, theirs in names.items():
         assert torch.equal(torch.cat(found[ours].views, 1), exported[f"{theirs}.weight"])
+
+
+def test_muon_turns_the_matrices_of_latent_attention_by_their_heads():
+    draft = drafter(Shape(32, 4, 4, 10, 48, 97, 61, 1e-5, 5e4, 256, latent=Latent(20, 12, 6, 4, 7)))
+    exported = draft.export(draft.master, torch.float64)
+    found = {name: (torch.cat(matrix.views, 1), matrix.heads) for name, matrix in muon_matrices(draft.shape, draft.master.views).items()}
+    attn = {name.split(".")[2]: tensor for name, tensor in exported.items() if "self_attn" in name}
+    kv_b = attn["kv_b_proj"].view(4, 13, 12)  # in each head: 6 rows of the key, 7 of the value
+    kv_a = attn["kv_a_proj_with_mqa"]
+    q_b = attn["q_b_proj"].view(4, 10, 20)  # the last 4 of each head in pairs
+    wanted = {"q_a.0": (attn["q_a_proj"], 1), "kv_a.0": (kv_a[:12], 1), "k_rope.0": (kv_a[[12, 14, 13, 15]], 1),
+              "q_b.0": (q_b[:, [0, 1, 2, 3, 4, 5, 6, 8, 7, 9]].flatten(0, 1), 4), "k_b.0": (kv_b[:, :6].flatten(0, 1), 4),
+              "v_b.0": (kv_b[:, 6:].flatten(0, 1), 4), "o.0": (attn["o_proj"], 4)}
+    assert set(found) - set(wanted) == {"fc", "gate.0", "up.0", "down.0"}
+    for name, (matrix, heads) in wanted.items():
+        assert torch.equal(found[name][0], matrix) and found[name][1] == heads, name
+    Muon(draft, BETAS, 0.1).update(gradients(draft), torch.tensor(1.0, dtype=torch.float64), 1e-2, 1)
+    assert torch.isfinite(draft.master.flat).all()
 
 
 def test_one_step_by_its_definition():

@@ -69,6 +69,15 @@ def test_drafter_is_04s_own(kv_heads):
     assert forecast.token_flops(found, T, query / T, 3) * T == pytest.approx(exact, rel=0.001)
 
 
+def test_a_drafter_with_latent_attention():
+    """At Kimi's sizes, by hand: 576 numbers a token in its cache against 2 x 8 heads x 128, and 896M trained against 985M."""
+    found, other = figures("--architecture", "mla"), figures()
+    assert (found["draft_kv_bytes"], other["draft_kv_bytes"]) == (2 * (512 + 64), 2 * 2 * 8 * 128)
+    assert (round(found["draft_parameters"] / 1e6), round(other["draft_parameters"] / 1e6)) == (896, 985)
+    assert found["draft_step_bytes"] == 2 * (found["draft_parameters"] - 3 * 7168 ** 2) < other["draft_step_bytes"]
+    assert found["train_rate"] > other["train_rate"]
+
+
 def test_target_bytes_of_the_tiny_target():
     found = figures("--target-config", TINY_KIMI / "config.json")["target_bytes"]
     assert found == pytest.approx((TINY_KIMI / "model.safetensors").stat().st_size, rel=0.05)

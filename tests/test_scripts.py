@@ -18,6 +18,7 @@ import yaml
 from conftest import ROOT, free_port, load_script, run_here
 from eagle3 import stage
 from eagle3.drafter import Shape, exported_names
+from eagle3.mla import Latent
 from eagle3.servers import healthy, server_command
 
 STAGES = ["01_generate", "02_build_vocab", "03_extract", "04_train", "05_benchmark"]
@@ -197,13 +198,16 @@ def test_artifacts_json_says_what_the_scripts_do():
         assert script.STAGE == name and stage.SCHEMA == artifacts["schema"]
 
 
-@pytest.mark.parametrize("kind", [{}, {"aux_norm": "each", "aux_states": 5, "norm_output": True}, {"aux_norm": "all"}, {"layers": 2, "o_bias": True, "fc_bias": True}], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"aux_norm": "each", "aux_states": 5, "norm_output": True}, {"aux_norm": "all"},
+                                  {"layers": 2, "o_bias": True, "fc_bias": True}, {"latent": Latent(20, 12, 6, 4, 7)}], ids=str)
 def test_artifacts_json_names_the_tensors_of_every_kind_of_drafter(kind):
     shape = Shape(hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocab=99, draft_vocab=61, rms_norm_eps=1e-5, rope_theta=1e4,
                   max_positions=64, **kind)
     contract = json.loads((ROOT / "configs/artifacts.json").read_text())["stages"]["04_train"]
     plain, others = set(contract["weights"]), [re.escape(name).replace(r"<aux\ state>", r"\d").replace(r"\*", ".*") for name in contract["of_some_kinds"]]
     names = exported_names(shape)
+    if shape.latent:
+        plain = plain - set(contract["of_mla"].pop("instead of")) | set(contract["of_mla"])
     assert plain <= names and all(any(re.fullmatch(other, name) for other in others) for name in names - plain)
     assert kind.keys() & {"aux_norm", "layers"} or names == plain
 

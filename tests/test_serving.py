@@ -58,11 +58,15 @@ def run(tmp_path_factory, engine):
               "--draft-vocab-size", 256)
     run_stage("03_extract", "--data-dir", responses, "--base-url", server.url, "--output-dir", states,
               "--concurrency", 8, "--capture-dir", server.capture_dir)
-    run_stage("04_train", "--verifier-path", TINY_KIMI, "--data-dir", states, "--vocab-mapping-dir", vocabulary,
-              "--output-dir", folder / "output", "--epochs", 3, "--data-weight", 10, "--lr", 3e-3,
-              "--max-seq-len", 512, "--ttt-steps", STEPS, "--val-ratio", 0.5, "--noise-std", 0, "--batch-tokens", 512,
-              "--num-workers", 0, "--export-dtype", "float32")
+    train(folder, folder / "output", 3)
     return folder
+
+
+def train(folder, output, epochs, *more):
+    run_stage("04_train", "--verifier-path", TINY_KIMI, "--data-dir", folder / "hidden_states", "--vocab-mapping-dir",
+              folder / "vocab_mapping", "--output-dir", output, "--epochs", epochs, "--data-weight", 10, "--lr", 3e-3,
+              "--max-seq-len", 512, "--ttt-steps", STEPS, "--val-ratio", 0.5, "--noise-std", 0, "--batch-tokens", 512, "--num-workers", 0,
+              "--export-dtype", "float32", *more)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +82,12 @@ def served(server, row: dict, max_tokens: int) -> dict:
 
 
 def test_training_predicts_the_counts_of_every_validation_request(run, rows, engine):
-    server = engine(draft=run / "output" / "best")
-    prediction = json.loads((run / "output" / "best" / "eagle3.json").read_text())["prediction"]
+    served_as_predicted(run / "output" / "best", rows, engine)
+
+
+def served_as_predicted(drafter, rows, engine):
+    server = engine(draft=drafter)
+    prediction = json.loads((drafter / "eagle3.json").read_text())["prediction"]
     assert len(prediction["samples"]) == len(SUBJECTS) // 2
     with ThreadPoolExecutor(8) as pool:
         records = list(pool.map(lambda name: {"id": name, **served(server, rows[name], MAX_TOKENS)}, prediction["samples"]))
@@ -179,3 +187,12 @@ def test_the_doctor_finds_nothing_on_the_healthy_drafter_and_the_planted_cause_o
     shutil.copy(run / "output" / "val_ids.json", tmp_path / "output")
     found = doctor(run, sick, engine(draft=sick), tmp_path / "sick")
     assert [finding["cause"] for finding in found["findings"]] == ["capture layers"] and found["gap"] is True, found
+
+
+def test_a_drafter_with_latent_attention_is_served_as_predicted(run, rows, engine, tmp_path):
+    """Last: its server is another one. The doctor of the same run finds nothing on it. Norms: test_draft_forward.py."""
+    train(run, tmp_path / "mla", 2, "--architecture", "mla", "--no-fc-norm", "--no-norm-output")
+    drafter = tmp_path / "mla" / "best"
+    served_as_predicted(drafter, rows, engine)
+    found = doctor(run, drafter, engine(draft=drafter), tmp_path / "report")
+    assert found["findings"] == [] and found["gap"] is False and found["unchecked"] == {}, found

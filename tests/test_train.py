@@ -22,17 +22,19 @@ from eagle3.batches import Sample, collate, pack, plan_epoch, split_samples
 from eagle3.checked import read_checked, response_mass
 from eagle3.checkpoints import checkpoints, repair
 from eagle3.drafter import Drafter, Shape
+from eagle3.mla import Latent
 from eagle3.optimizers import Gradients, adamw_
 from eagle3.stage import UserError
 from eagle3.states import sample_path
 from eagle3.target import Target
-from eagle3 import checked
+from eagle3 import checked, ttt
 from eagle3.processes import Process
 from eagle3.trainer import learning_rate
 from eagle3.ttt import ttt_pass
 
 train = load_script("04_train")
 SHAPE = Shape(32, 4, 2, 8, 48, 97, 61, 1e-5, 50000.0, 4096)
+MLA = Shape(32, 4, 4, 10, 48, 97, 61, 1e-5, 50000.0, 4096, latent=Latent(20, 12, 6, 4, 7))
 STEP_WEIGHTS = [1.0, 0.7, 0.3]
 K = len(STEP_WEIGHTS)
 
@@ -97,7 +99,7 @@ def reference(target, draft, tensors, kind="ce"):
     losses, right = ttt_losses(named, draft.shape, embed.double(), head.double(), draft_ids, wide, K, kind)
     per_step = [sum(loss for (_, _, k), loss in losses.items() if k == step) for step in range(K)]
     sum(weight * loss for weight, loss in zip(STEP_WEIGHTS, per_step)).backward()
-    holder = make_drafter(target)
+    holder = make_drafter(target, shape=draft.shape)
     holder.load({name: tensor if name == "d2t" else tensor.grad for name, tensor in named.items()})
     counts = [sum(k == step for _, _, k in losses) for step in range(K)]
     return torch.stack(per_step).detach(), counts, right, holder.master.views
@@ -112,9 +114,9 @@ PACKS = {
 }
 
 
-@pytest.mark.parametrize("pack", PACKS)
-def test_losses_and_gradients_equal_the_slow_reference(target, tmp_path, pack):
-    draft = make_drafter(target)
+@pytest.mark.parametrize("pack, shape", [*((pack, SHAPE) for pack in PACKS), ("packed", MLA)], ids=[*PACKS, "MLA"])
+def test_losses_and_gradients_equal_the_slow_reference(target, tmp_path, pack, shape):
+    draft = make_drafter(target, shape=shape)
     samples, tensors = make_samples(target, tmp_path, PACKS[pack])
     if pack == "1":
         assert not samples  # one token predicts nothing: dropped as "no response token"
@@ -130,11 +132,24 @@ def test_losses_and_gradients_equal_the_slow_reference(target, tmp_path, pack):
             for k in range(K):
                 if row + k < q1 - q0:
                     assert bool(rows_right[k, q0 + row]) == right[int(sample.id[1:]), sample.rows(K)[0] + row, k]
-    single = make_drafter(target, torch.float32)
+    single = make_drafter(target, torch.float32, shape)
     single.master.flat.copy_(draft.master.flat)
     sums, _, found = passed(single, samples)
     torch.testing.assert_close(sums[:, 0].double(), losses, rtol=1e-4, atol=0)
     assert_close(found, gradients, 1e-4)
+
+
+def test_large_scores_and_logits_are_computed_again_and_change_nothing(target, tmp_path, monkeypatch):
+    draft = make_drafter(target, shape=MLA)
+    samples, _ = make_samples(target, tmp_path, [(23, "tail"), (40, "end")])
+    kept = passed(draft, samples)
+    again, original = [], ttt.attention_of_sample
+    monkeypatch.setattr(ttt, "attention_of_sample", lambda *given: (again.append(1), original(*given))[1])
+    monkeypatch.setattr(ttt, "LARGE", 1)
+    spared = passed(draft, samples)
+    assert len(again) == 2 * K * len(samples)  # of each step and sample: forward, and once more in the backward
+    assert all(torch.equal(left, right) for left, right in zip(kept[:2], spared[:2]))
+    assert all(torch.equal(kept[2][name], spared[2][name]) for name in kept[2])
 
 
 @pytest.mark.parametrize("kind", ["kl", "lk"])
@@ -614,6 +629,7 @@ def test_reads_single_tensors_of_a_sharded_target(tmp_path, prefix, dtype):
 
 
 @pytest.mark.gpu
-def test_fused_kernels_equal_the_plain_operations():
-    done = subprocess.run([sys.executable, ROOT / "scripts/bench_train.py", "--check-only"], capture_output=True, text=True)
+@pytest.mark.parametrize("architecture", ["llama", "mla"])
+def test_fused_kernels_equal_the_plain_operations(architecture):
+    done = subprocess.run([sys.executable, ROOT / "scripts/bench_train.py", "--check-only", "--architecture", architecture], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,15 +31,39 @@ def rotate(x, position, theta):
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
+def rotate_pairs(x, position, theta):
+    """RoPE of DeepSeek's attention: columns 2i and 2i + 1 of x (heads, D) are one complex number that is turned."""
+    angle = position * theta ** -(torch.arange(x.shape[-1] // 2, dtype=x.dtype) * 2 / x.shape[-1])
+    turn = torch.complex(angle.cos(), angle.sin())
+    return torch.view_as_real(torch.view_as_complex(x.reshape(len(x), -1, 2)) * turn).flatten(1)
+
+
+def latent_heads(w, shape, x, position):
+    """Query, key and value (heads, ...) of one token by multi-head latent attention, as DeepSeek's own code has it."""
+    attn, sizes, theta = "midlayer.self_attn.", shape.latent, shape.rope_theta
+    q = rms_norm(w[attn + "q_a_proj.weight"] @ x, w[attn + "q_a_layernorm.weight"], shape.rms_norm_eps)
+    q = (w[attn + "q_b_proj.weight"] @ q).view(shape.heads, -1)
+    both = w[attn + "kv_a_proj_with_mqa.weight"] @ x
+    state = rms_norm(both[:sizes.kv_lora_rank], w[attn + "kv_a_layernorm.weight"], shape.rms_norm_eps)
+    kv = (w[attn + "kv_b_proj.weight"] @ state).view(shape.heads, -1)
+    shared = rotate_pairs(both[None, sizes.kv_lora_rank:], position, theta)
+    plain = sizes.qk_nope_head_dim
+    q = torch.cat([q[:, :plain], rotate_pairs(q[:, plain:], position, theta)], 1)
+    return q, torch.cat([kv[:, :plain], shared.expand(shape.heads, -1)], 1), kv[:, plain:]
+
+
 def step(w, shape, token_embedding, hidden, position, context):
     """One call of the draft layer for one token. context: earlier (key, value) pairs it may see. Returns h', logits, its own (key, value), trace."""
     eps, group = shape.rms_norm_eps, shape.heads // shape.kv_heads
     attn, mlp = "midlayer.self_attn.", "midlayer.mlp."
     x = torch.cat([rms_norm(token_embedding, w["midlayer.input_layernorm.weight"], eps),
                    rms_norm(hidden, w["midlayer.hidden_norm.weight"], eps)])
-    q = rotate((w[attn + "q_proj.weight"] @ x).view(shape.heads, -1), position, shape.rope_theta)
-    k = rotate((w[attn + "k_proj.weight"] @ x).view(shape.kv_heads, -1), position, shape.rope_theta)
-    v = (w[attn + "v_proj.weight"] @ x).view(shape.kv_heads, -1)
+    if shape.latent:
+        q, k, v = latent_heads(w, shape, x, position)
+    else:
+        q = rotate((w[attn + "q_proj.weight"] @ x).view(shape.heads, -1), position, shape.rope_theta)
+        k = rotate((w[attn + "k_proj.weight"] @ x).view(shape.kv_heads, -1), position, shape.rope_theta)
+        v = (w[attn + "v_proj.weight"] @ x).view(shape.kv_heads, -1)
     keys, values = (torch.stack(part).repeat_interleave(group, 1) for part in zip(*context, (k, v)))  # (n, heads, D)
     weights = ((keys * q).sum(-1) * shape.head_dim ** -0.5).softmax(0)
     out = (weights[..., None] * values).sum(0).flatten()

@@ -127,6 +127,16 @@ def stub_torchvision():
     transforms.InterpolationMode = transforms.functional.InterpolationMode = modes
 
 
+def stand_in_for_mla_drafters():
+    """What models/kimi_k25_eagle3.py meets on a CPU: DeepSeek's attention asks for YaRN, and CUDA is waited for."""
+    import torch
+    from sglang.srt.layers.rotary_embedding import factory
+    torch.cuda.synchronize = lambda device=None: None
+    yarn = factory.get_rope_cpu
+    # args[5] is the scaling, the last one the device
+    factory.get_rope_cpu = lambda *args: yarn(*args) if args[5] else factory.get_rope(*args[:-1])
+
+
 def prepare():
     """Everything that must stand before SGLang is imported."""
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="", TORCHDYNAMO_DISABLE="1")
@@ -143,6 +153,7 @@ def prepare():
     # Lets the server arguments keep attention_backend=intel_amx; cpu_has_amx_support() itself stays False, so that no
     # AMX layer is chosen.
     override_platform(has_amx=True).install()
+    stand_in_for_mla_drafters()
 
 
 def fork_instead_of_spawn():

@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 
 from eagle3.drafter_files import DrafterFiles
-from eagle3.sglang_draft import ARCHITECTURE, Loaded, eagle, is_llama, loaded
+from eagle3.sglang_draft import ARCHITECTURE, MLA, Loaded, eagle, is_known, loaded
 from eagle3.stage import UserError
 
 Found = tuple[str, str] | None  # of a check: (finding, remedy)
@@ -35,8 +35,9 @@ class Facts:
     @functools.cached_property
     def loaded(self) -> Loaded:
         """The tensors as this server loads them."""
-        if not is_llama(self.config):
-            self.lacks(f"config.json names {self.config.get('architectures')}; the doctor knows {ARCHITECTURE}")
+        if not is_known(self.config):
+            self.lacks(f"config.json names {self.config.get('architectures')}; the doctor knows {ARCHITECTURE} and "
+                       f"{MLA}")
         if not self.tensors:
             self.lacks("it has no weights")
         version = (self._server or {}).get("version")

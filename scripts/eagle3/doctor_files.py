@@ -10,7 +10,8 @@ import numpy as np
 from eagle3.doctor_facts import Facts, Found, Unchecked
 from eagle3.drafter_files import weight_files
 from eagle3.rope import given_rope, rope_of
-from eagle3.sglang_draft import LAYER_IDS, aux_states, completed, ignored, misshapen, norms, wanted
+from eagle3.sglang_draft import (LAYER_IDS, MLA_SIZES, aux_states, completed, ignored, is_mla, misshapen, norms,
+                                 wanted)
 from eagle3.stage import UserError, sha256_file
 from eagle3.target import layer_rule, text_config
 
@@ -64,6 +65,8 @@ def check_eagle_config(facts: Facts) -> Found:
 
 
 def check_head_dim(facts: Facts) -> Found:
+    if is_mla(facts.config):
+        return None  # check_weights' case: its sizes are keys of their own
     heads, hidden = facts.config["num_attention_heads"], facts.config["hidden_size"]
     rows, given = facts.shapes["layers.0.self_attn.q_proj.weight"][0], facts.config.get("head_dim")
     if (given or hidden // heads) * heads != rows:
@@ -136,9 +139,17 @@ def differing(now: dict, then: dict) -> Found:
 
 def check_config(facts: Facts) -> Found:
     """What the weights mean hangs on these keys."""
-    now, then = ({**{key: completed(config)[key] for key in OF_THE_WEIGHTS}, "aux states": aux_states(config)}
+    now, then = ({**{key: completed(config)[key] for key in OF_THE_WEIGHTS}, "aux states": aux_states(config),
+                  "architectures": config.get("architectures"), **mla_keys(config)}
                  for config in (facts.config, facts.trained("config")))
     return differing(now, then)
+
+
+def mla_keys(config: dict) -> dict:
+    """What multi-head latent attention hangs on: its sizes, and whether rotated columns lie in pairs."""
+    if not is_mla(config):
+        return dict.fromkeys((*MLA_SIZES, "rope_interleave"))
+    return {**{key: config.get(key) for key in MLA_SIZES}, "rope_interleave": config.get("rope_interleave", True)}
 
 
 def check_weights(facts: Facts) -> Found:
@@ -155,8 +166,9 @@ def check_weights(facts: Facts) -> Found:
     if found.twice:
         return f"two tensors fill each of {found.twice}: the one that SGLang reads last counts.", "Export again."
     # head_dim and target_hidden_size have checks of their own
-    config = {**facts.config, "head_dim": found.shapes["layers.0.self_attn.q_proj.weight"][0]
-              // facts.config["num_attention_heads"]}
+    config = dict(facts.config)
+    if not is_mla(config):
+        config["head_dim"] = found.shapes["layers.0.self_attn.q_proj.weight"][0] // config["num_attention_heads"]
     if check_embedding(facts):
         config.pop("target_hidden_size", None)
     wrong = misshapen(found, config)

@@ -1,4 +1,6 @@
-"""A drafter: its sizes, its weights, and how SGLang's LlamaForCausalLMEagle3 sees it (config.json, tensor names).
+"""A drafter: its sizes, its weights, and how SGLang sees it (config.json, tensor names).
+
+SGLang has two classes for it: LlamaForCausalLMEagle3, and for multi-head latent attention the one that mla.py tells of.
 
 Shapes: H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D (keys, then values), I intermediate, Vt target vocabulary,
 Vd draft vocabulary.
@@ -11,7 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
 
-from eagle3 import rope
+from eagle3 import mla, rope
 from eagle3.stage import UserError
 
 IN_EVERY_LAYER = ("down", "gate_up", "o", "q_hidden", "kv_hidden", "hidden_norm", "post_norm", "o_bias")
@@ -37,6 +39,7 @@ class Shape:
     rope_scaling: dict | None = None  # config.json's, where it is no plain RoPE (rope.py)
     o_bias: bool = False  # of o_proj; SGLang gives q, k and v none
     fc_bias: bool = False
+    latent: mla.Latent | None = None  # multi-head latent attention: kv_heads and head_dim are those of its heads
 
     def as_config(self) -> dict:
         """For a stage's config: what has its default stays out, so that older folders agree with it."""
@@ -47,6 +50,24 @@ class Shape:
     def key_columns(self) -> int:
         """Columns of keys in a row of keys and values."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a head's value."""
+        return self.latent.v_head_dim if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """How many of a head's columns are rotated: the last ones."""
+        return self.latent.qk_rope_head_dim if self.latent else self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Of queries times keys. Latent attention puts YaRN's magnitude of all columns into it (deepseek_v2.py)."""
+        scaling, scale = self.rope_scaling or {}, self.head_dim ** -0.5
+        if self.latent and scaling:
+            scale *= rope.magnitude(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0)) ** 2
+        return scale
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """The trained tensors in the order in which a checkpoint's flat state holds them.
@@ -59,6 +80,8 @@ class Shape:
                  "gate_up": (2 * self.intermediate, h), "o": (h, q), "q_hidden": (q, h), "kv_hidden": (kv, h),
                  "q_embed": (q, h), "kv_embed": (kv, h), "fc": (h, self.aux_states * h), "input_norm": (h,),
                  "hidden_norm": (h,), "post_norm": (h,), "norm": (h,)}
+        if self.latent:
+            found |= self.latent.weights(h, self.heads)
         if self.aux_norm:
             found["aux_norm"] = (self.aux_states * h,)
         found |= {name: (h,) for name in ("o_bias", "fc_bias") if getattr(self, name)}
@@ -71,14 +94,16 @@ class Shape:
         pairs: (query, step-0 key) pairs.
         """
         size = {name: math.prod(shape) for name, shape in self.weights().items()}
-        layer = size["q_hidden"] + size["o"] + size["gate_up"] + size["down"]
+        layer = size["q_hidden"] + size["o"] + size["gate_up"] + size["down"] + size.get("q_b", 0)
+        keys = size["kv_hidden"] + size.get("k_b", 0) + size.get("v_b", 0)
         # No gradient goes to the inputs of fc and of the embedding half. Below the last layer, step 0 takes all rows.
-        once = (2 * size["fc"] + 2 * size["kv_embed"] + 3 * self.layers * size["kv_hidden"]) * context
+        once = (2 * size["fc"] + 2 * size["kv_embed"] + 3 * self.layers * keys) * context
         once += 2 * size["q_embed"] * (query if self.layers == 1 else context)
         once += 3 * (self.layers - 1) * layer * (context - query)
-        every = 3 * (steps * (self.layers * layer + size["lm_head"]) + (steps - 1) * self.layers * size["kv_hidden"])
+        every = 3 * (steps * (self.layers * layer + size["lm_head"]) + (steps - 1) * self.layers * keys)
         every += size["lm_head"]  # the target's probabilities
-        return 2.0 * (once + every * query) + 14.0 * self.layers * steps * pairs * self.heads * self.head_dim
+        a_pair = 8.0 * self.head_dim + 6.0 * self.value_dim  # two products forward, five backward
+        return 2.0 * (once + every * query) + a_pair * self.layers * steps * pairs * self.heads
 
 
 def layer_weights(shape: Shape, tensors: dict) -> list[dict]:
@@ -141,8 +166,8 @@ class Drafter:
         self.embed, self.target_head = embed.to(device, dtype), target_head.to(device, dtype)
         self.draft_ids = draft_ids.to(device)
         every = torch.arange(positions, dtype=self.master.flat.dtype, device=device)
-        self.rope_table = rope.table(shape.rope_theta, shape.rope_scaling, shape.head_dim, shape.max_positions,
-                                     every)  # (positions, D/2) each
+        self.rope_table = rope.table(shape.rope_theta, shape.rope_scaling, shape.rope_dim, shape.max_positions,
+                                     every)  # (positions, rope_dim / 2) each
 
     def initialise(self, seed: int) -> None:
         """Fresh weights: norms 1, biases 0, lm_head the target's rows, the rest uniform as torch.nn.Linear's."""
@@ -175,22 +200,18 @@ class Drafter:
             self.refresh()
 
     def export(self, source: NamedTensors, dtype) -> dict[str, torch.Tensor]:
-        """The tensors of SGLang's LlamaForCausalLMEagle3 by its names, on the CPU."""
-        named, keys = {"lm_head.weight": source["lm_head"], "norm.weight": source["norm"]}, self.shape.key_columns
-        named["fc.weight"] = source["fc"]
+        """The tensors by SGLang's names, on the CPU."""
+        named = {"lm_head.weight": source["lm_head"], "norm.weight": source["norm"], "fc.weight": source["fc"]}
         if self.shape.fc_bias:
             named["fc.bias"] = source["fc_bias"]
         if self.shape.aux_norm:
             names = aux_norm_names(self.shape)
             named |= zip(names, source["aux_norm"].chunk(len(names)))
         for prefix, w in zip(layer_prefixes(self.shape), layer_weights(self.shape, source.views)):
-            # The input of the first layer's q, k and v is [embedding, hidden]
-            halves = ([w[name] for name in (f"{part}_embed", f"{part}_hidden") if name in w] for part in ("q", "kv"))
-            q, kv = (torch.cat(half, 1) for half in halves)
             gate, up = w["gate_up"].chunk(2)
-            parts = {"self_attn.q_proj": q, "self_attn.k_proj": kv[:keys], "self_attn.v_proj": kv[keys:],
-                     "self_attn.o_proj": w["o"], "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": w["down"],
-                     "hidden_norm": w["hidden_norm"], "post_attention_layernorm": w["post_norm"]}
+            parts = attention_exported(self.shape, w)
+            parts |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": w["down"],
+                      "hidden_norm": w["hidden_norm"], "post_attention_layernorm": w["post_norm"]}
             parts |= {"input_layernorm": w["input_norm"]} if "input_norm" in w else {}
             named |= {f"{prefix}{part}.weight": tensor for part, tensor in parts.items()}
             named |= {f"{prefix}self_attn.o_proj.bias": w["o_bias"]} if "o_bias" in w else {}
@@ -212,14 +233,11 @@ class Drafter:
             suffix = f".{layer}" if layer else ""
             part = {name.removeprefix(prefix).removesuffix(".weight"): tensor for name, tensor in named.items()
                     if name.startswith(prefix)}
-            q, kv = part["self_attn.q_proj"], torch.cat([part["self_attn.k_proj"], part["self_attn.v_proj"]])
-            if not layer:
-                (new["q_embed"], q), (new["kv_embed"], kv) = q.chunk(2, 1), kv.chunk(2, 1)
-                new["input_norm"] = part["input_layernorm"]
-            found = {"q_hidden": q, "kv_hidden": kv, "o": part["self_attn.o_proj"], "down": part["mlp.down_proj"],
-                     "gate_up": torch.cat([part["mlp.gate_proj"], part["mlp.up_proj"]]),
-                     "hidden_norm": part["hidden_norm"], "post_norm": part["post_attention_layernorm"],
-                     "o_bias": part.get("self_attn.o_proj.bias")}
+            found = attention_imported(self.shape, part, first=not layer)
+            found |= {"gate_up": torch.cat([part["mlp.gate_proj"], part["mlp.up_proj"]]),
+                      "down": part["mlp.down_proj"], "hidden_norm": part["hidden_norm"],
+                      "post_norm": part["post_attention_layernorm"], "o_bias": part.get("self_attn.o_proj.bias")}
+            found |= {} if layer else {"input_norm": part["input_layernorm"]}
             new |= {f"{name}{suffix}": tensor for name, tensor in found.items()}
         for name, view in self.master.views.items():
             if new[name].shape != view.shape:
@@ -232,6 +250,29 @@ class Drafter:
 
 
 # ---- how SGLang sees it ----
+def attention_exported(shape: Shape, w: dict) -> dict:
+    """SGLang's tensors of a layer's attention from ours."""
+    if shape.latent:
+        return mla.exported(shape.latent, shape.heads, w)
+    # The input of the first layer's q, k and v is [embedding, hidden]
+    halves = ([w[name] for name in (f"{part}_embed", f"{part}_hidden") if name in w] for part in ("q", "kv"))
+    q, kv = (torch.cat(half, 1) for half in halves)
+    keys = shape.key_columns
+    return {"self_attn.q_proj": q, "self_attn.k_proj": kv[:keys], "self_attn.v_proj": kv[keys:],
+            "self_attn.o_proj": w["o"]}
+
+
+def attention_imported(shape: Shape, part: dict, first: bool) -> dict:
+    """The inverse. first: it is the first layer's."""
+    if shape.latent:
+        return mla.imported(shape.latent, shape.heads, part)
+    q, kv = part["self_attn.q_proj"], torch.cat([part["self_attn.k_proj"], part["self_attn.v_proj"]])
+    found = {"o": part["self_attn.o_proj"]}
+    if first:
+        (found["q_embed"], q), (found["kv_embed"], kv) = q.chunk(2, 1), kv.chunk(2, 1)
+    return found | {"q_hidden": q, "kv_hidden": kv}
+
+
 def layer_prefixes(shape: Shape) -> list[str]:
     """Of the tensors of each layer. SGLang reads `midlayer` as layers.0."""
     return ["midlayer.", *(f"layers.{layer}." for layer in range(1, shape.layers))]
@@ -248,7 +289,8 @@ def exported_names(shape: Shape) -> set[str]:
 
     SGLang drops unknown names in silence and leaves missing ones uninitialised.
     """
-    parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    attention = mla.PARTS if shape.latent else [f"{part}_proj" for part in "qkvo"]
+    parts = [*(f"self_attn.{part}" for part in attention), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
              "hidden_norm", "post_attention_layernorm"]
     names = {f"{prefix}{part}.weight" for prefix in layer_prefixes(shape) for part in parts}
     names |= {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.input_layernorm.weight"}
@@ -258,16 +300,16 @@ def exported_names(shape: Shape) -> set[str]:
 
 
 def draft_config(shape: Shape, target: dict, ids: list[int], dtype: str) -> dict:
-    """config.json for SGLang's LlamaForCausalLMEagle3.
+    """config.json for SGLang.
 
     `eagle_config` is the only place where it looks for the layer ids, and for `norm_before_fc`; `fc_norm` and
     `norm_output` it reads from the top.
     """
-    return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
-            "num_hidden_layers": shape.layers,
+    attention = mla.config_keys(shape.latent) if shape.latent else {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "head_dim": shape.head_dim}
+    return {**attention, "num_hidden_layers": shape.layers,
             "hidden_act": "silu", "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
-            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
-            "vocab_size": shape.vocab,
+            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
             "draft_vocab_size": shape.draft_vocab, "max_position_embeddings": shape.max_positions,
             "rms_norm_eps": shape.rms_norm_eps, "rope_theta": shape.rope_theta, "tie_word_embeddings": False,
             "attention_bias": shape.o_bias, "torch_dtype": dtype, "bos_token_id": target.get("bos_token_id"),
@@ -284,8 +326,10 @@ def kind_of(config: dict) -> dict:
     """04's flags for the kind of drafter that a config.json describes."""
     eagle = config.get("eagle_config") or {}
     before = eagle.get("norm_before_fc", config.get("norm_before_fc", False))
-    return {"draft_layers": config.get("num_hidden_layers", 1), "fc_norm": bool(config.get("fc_norm")),
-            "norm_before_fc": bool(before), "norm_output": bool(config.get("norm_output"))}
+    architecture = "mla" if (config.get("architectures") or [None])[0] == mla.ARCHITECTURE else "llama"
+    return {"architecture": architecture, "draft_layers": config.get("num_hidden_layers", 1),
+            "fc_norm": bool(config.get("fc_norm")), "norm_before_fc": bool(before),
+            "norm_output": bool(config.get("norm_output"))}
 
 
 def aux_norm_of(kind) -> str:
@@ -297,19 +341,23 @@ def read_shape(config: dict) -> Shape:
     """The Shape that a config.json describes, complete as sglang_draft.completed leaves it. Raises KeyError."""
     kind, theta = kind_of(config), rope.rope_of(config)[1]
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return Shape(config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"],
-                 config["head_dim"], config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"],
-                 config["rms_norm_eps"], theta, config["max_position_embeddings"], kind["draft_layers"],
+    latent, biased = mla.read_latent(config) if kind["architecture"] == "mla" else None, bool(config.get("bias"))
+    heads = config["num_attention_heads"]
+    return Shape(config["hidden_size"], heads, heads if latent else config["num_key_value_heads"],
+                 latent.head_dim if latent else config["head_dim"], config["intermediate_size"],
+                 config["vocab_size"], config["draft_vocab_size"], config["rms_norm_eps"], theta,
+                 config["max_position_embeddings"], kind["draft_layers"],
                  config.get("num_aux_hidden_states") or len(ids or range(3)), aux_norm_of(kind), kind["norm_output"],
-                 rope.rope_scaling(config), bool(config.get("attention_bias") or config.get("bias")),
-                 bool(config.get("bias")))
+                 rope.rope_scaling(config), not latent and bool(config.get("attention_bias") or biased), biased, latent)
 
 
 def served_from(shape: Shape) -> str:
-    """The first SGLang release whose LlamaForCausalLMEagle3 computes what this drafter was trained as.
+    """The first SGLang release that computes what this drafter was trained as.
 
     Read in their wheels; older ones ignore its keys in silence.
     """
+    if shape.latent:
+        return mla.NORMS_FROM if shape.aux_norm or shape.norm_output else mla.SERVED_FROM
     scaling = shape.rope_scaling or {}
     if not scaling.get("truncate", True):
         return "0.5.21"

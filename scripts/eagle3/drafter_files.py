@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from eagle3.sglang_draft import (ARCHITECTURE, LAYER_IDS, Loaded, beyond, completed, eagle, ignored, is_llama, loaded,
-                                 misshapen, takes_targets_head, unread)
+from eagle3.sglang_draft import (ARCHITECTURE, LAYER_IDS, MLA, Loaded, beyond, completed, eagle, ignored, is_known,
+                                 loaded, misshapen, takes_targets_head, unread)
 from eagle3.stage import UserError, read_json, sha256_file
 from eagle3.target import layer_rule, version_numbers
 
@@ -28,7 +28,8 @@ OLD_RULE = "0.5.12"  # up to here SGLang reads layer ids otherwise
 SAID_AS = {"hidden": "hidden size", "kv_heads": "KV heads", "vocab": "vocabulary", "draft_vocab": "draft vocabulary",
            "rms_norm_eps": "rms_norm_eps", "rope_theta": "rope_theta", "rope_scaling": "RoPE scaling",
            "max_positions": "max positions", "aux_states": "aux states", "aux_norm": "norm of the aux states",
-           "norm_output": "norm_output", "o_bias": "bias of o_proj", "fc_bias": "bias of fc"}
+           "norm_output": "norm_output", "latent": "latent attention", "o_bias": "bias of o_proj",
+           "fc_bias": "bias of fc"}
 
 
 # ---- files ----
@@ -138,9 +139,9 @@ def read_about(folder: Path) -> dict:
 def check_config(files: DrafterFiles) -> None:
     """Raises UserError: another architecture, or keys that SGLang or this pipeline does not compute."""
     folder, config = files.folder, files.config
-    if not is_llama(config):
+    if not is_known(config):
         raise UserError(f"{folder}/config.json: architectures {config.get('architectures')} is no drafter that this "
-                        f"reads ({ARCHITECTURE}). Name a folder of one.")
+                        f"reads ({ARCHITECTURE}, {MLA}). Name a folder of one.")
     if not files.files:
         raise UserError(f"{folder}: no weights there (*.safetensors, *.bin). Name a drafter's folder, as 04_train.py's "
                         "best/ or checkpoint-<step>/.")
@@ -276,7 +277,8 @@ def summary(shape) -> str:
     """A drafter's kind and sizes in one line."""
     norm = {"each": ", fc_norm", "all": ", norm_before_fc", "": ""}[shape.aux_norm]
     rope = (shape.rope_scaling or {}).get("rope_type", "plain")
-    return (f"{shape.layers} layer(s), {shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, intermediate "
+    latent = f", latent {shape.latent.q_lora_rank} and {shape.latent.kv_lora_rank}" if shape.latent else ""
+    return (f"{shape.layers} layer(s), {shape.heads}/{shape.kv_heads} heads of {shape.head_dim}{latent}, intermediate "
             f"{shape.intermediate}, draft vocabulary {shape.draft_vocab:,} of {shape.vocab:,}, {shape.aux_states} aux "
             f"states{norm}{', norm_output' if shape.norm_output else ''}"
             f"{', biases' if shape.o_bias else ''}, {rope} RoPE {shape.rope_theta:g}, eps {shape.rms_norm_eps:g}")

@@ -18,7 +18,7 @@ from eagle3.masking import hide, masked, secrets_in
 from eagle3.server_log import check_writable, why_ended
 from eagle3.servers import (NO_ANSWER, ServerGone, call, flag_value, healthy, server_command, start_server,
                             stop_server)
-from eagle3.sglang_draft import first_release, is_llama
+from eagle3.sglang_draft import first_release, is_known
 from eagle3.stage import UserError, log, sha256_file
 from eagle3.target import version_numbers
 
@@ -268,7 +268,7 @@ def contact(url: str, variant: str, headers: dict, draft_path: Path | None, prov
 def check_release(url: str, version: str | None, draft_path: Path, provenance: dict) -> None:
     """An older SGLang computes another drafter than was trained, in silence. Raises UserError."""
     config = json.loads((draft_path / "config.json").read_text())
-    needed = provenance.get("served_from") or (first_release(config) if is_llama(config) else None)
+    needed = provenance.get("served_from") or (first_release(config) if is_known(config) else None)
     try:
         old = bool(needed) and version_numbers(version or "") < version_numbers(needed)
     except UserError:

@@ -4,7 +4,7 @@ What it saves, in the order of weight: rows without loss need only keys and valu
 k and v is computed once for all TTT steps (its input is frozen, so its norm's weight is folded into the matrix and no
 gradient goes back through it); gradients of weights are added in place; logits never lie whole in memory; attention
 to the step-0 keys is one flash call over the packed samples, the few diagonal keys are merged by log-sum-exp; the
-rest are Triton kernels.
+rest are Triton kernels. What differs between kinds of attention is in `heads.py`.
 
 Shapes: C context rows, R query rows, H hidden, D head_dim, Q = heads*D, KV = 2*kv_heads*D, I intermediate, K TTT
 steps, Vd draft vocabulary. A layer's step 0 takes all C rows below the last layer, and the R query rows in the last.
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from eagle3.drafter import IN_EVERY_LAYER, chunks, layer_weights, logits_of, sum_dtype
+from eagle3.heads import LatentHeads, PlainHeads
 from eagle3.optimizers import triton_runs
 from eagle3.ttt import Tally
 
@@ -26,7 +27,8 @@ FOLDED = {"q_embed": "input_norm", "kv_embed": "input_norm", "fc": "aux_norm"}  
 
 def runs(draft) -> bool:
     """Whether this pass can train this drafter where it lies; one with biases, a rare kind, the plain pass trains."""
-    if draft.shape.o_bias:
+    shape = draft.shape
+    if shape.o_bias or shape.fc_bias or shape.value_dim > shape.head_dim:
         return False
     return draft.master.flat.is_cuda and draft.dtype in (torch.bfloat16, torch.float16) and triton_runs()
 
@@ -42,11 +44,11 @@ def ttt_pass(draft, batch, step_weights, grads=None, kind="ce"):
 
 def reduce_order(shape) -> list[str]:
     """The order in which this pass completes gradients: the same on all ranks."""
-    order = ["lm_head", "norm"]
+    order, heads = ["lm_head", "norm"], LatentHeads if shape.latent else PlainHeads
     for layer in reversed(range(shape.layers)):
         suffix = f".{layer}" if layer else ""
-        order += [f"{name}{suffix}" for name in ("down", "gate_up", "post_norm", "o", "q_hidden")]
-        order += [f"{name}{suffix}" for name in ("kv_hidden", "hidden_norm")]
+        order += [f"{name}{suffix}" for name in ("down", "gate_up", "post_norm", "o", *heads.of_queries, "q_hidden")]
+        order += [f"{name}{suffix}" for name in (*heads.of_keys, "kv_hidden", "hidden_norm")]
     return [*order, "q_embed", "fc", "kv_embed"]
 
 
@@ -85,7 +87,7 @@ def flash_forward(q, kv, rows: Rows, shape):
     keys, heads, dim = shape.key_columns, shape.heads, shape.head_dim
     out, lse, *state = torch.ops.aten._flash_attention_forward(
         q.view(-1, heads, dim), kv[:, :keys].view(-1, shape.kv_heads, dim), kv[:, keys:].view(-1, shape.kv_heads, dim),
-        rows.cu_q, rows.cu_k, rows.max_q, rows.max_k, 0.0, True, False, scale=dim ** -0.5)
+        rows.cu_q, rows.cu_k, rows.max_q, rows.max_k, 0.0, True, False, scale=shape.softmax_scale)
     return out.view(len(q), -1), lse, state[:2]
 
 
@@ -99,7 +101,7 @@ def flash_backward(d_out, q, kv, out, lse, state, rows: Rows, shape):
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         d_out.view(-1, heads, dim), q.view(-1, heads, dim), kv[:, :keys].view(-1, shape.kv_heads, dim),
         kv[:, keys:].view(-1, shape.kv_heads, dim), out.view(-1, heads, dim), lse, rows.cu_q, rows.cu_k, rows.max_q,
-        rows.max_k, 0.0, True, *state, scale=dim ** -0.5)
+        rows.max_k, 0.0, True, *state, scale=shape.softmax_scale)
     return dq.view(len(q), -1), dk.view(len(kv), -1), dv.view(len(kv), -1)
 
 
@@ -112,6 +114,8 @@ class LayerStep:
     normed: torch.Tensor  # (N, H)
     scale: torch.Tensor  # (N,) 1 / rms of hidden
     q: torch.Tensor = None  # (N, Q), rotated
+    q_kept: tuple = None  # what the backward of its heads needs (heads.py)
+    kv_kept: tuple = None
     out: torch.Tensor = None  # (N, Q)
     lse: torch.Tensor = None  # (heads, N)
     flash_state: list = None
@@ -146,10 +150,11 @@ class FusedPass:
         self.query_positions = batch.pick(batch.positions)
         self.query_rows = Rows(batch.cu_q, batch.cu_k, batch.max_q, batch.max_k)
         self.all_rows = Rows(batch.cu_k, batch.cu_k, batch.max_k, batch.max_k)
+        self.heads = (LatentHeads if self.shape.latent else PlainHeads)(kernels, draft, grads)
         columns = 2 * self.shape.key_columns
         self.layers = [Layer(f".{i}" if i else "", tensors, batch.aux.new_empty(self.K - 1, self.R, columns))
                        for i, tensors in enumerate(layer_weights(self.shape, self.w.views))]
-        self.heads = []  # per step: (h' (R, H), 1 / rms, gradient of the normed state)
+        self.ends = []  # per step: (h' (R, H), 1 / rms, gradient of the normed state)
 
     def run(self):
         tally, target = Tally(self.draft, self.batch, self.K), self.target_probabilities()
@@ -159,7 +164,7 @@ class FusedPass:
             for layer in self.layers:
                 hidden = self.layer_forward(layer, k, hidden)
             normed, scale = self.ops.rms_norm(hidden, self.w["norm"], self.shape.rms_norm_eps)
-            self.heads.append((hidden, scale, self.head_step(k, normed, target, tally)))
+            self.ends.append((hidden, scale, self.head_step(k, normed, target, tally)))
             hidden = normed if self.shape.norm_output else hidden
         del target
         if self.grads:
@@ -207,27 +212,28 @@ class FusedPass:
         step, positions = LayerStep(self.query_rows, hidden, normed, scale), self.query_positions
         if k == 0:
             # In place: kv_embed_later holds a copy
-            layer.kv = self.kv_embed.addmm_(normed, w["kv_hidden"].t()) if first else normed @ w["kv_hidden"].t()
-            ops.rope_(layer.kv[:, :shape.key_columns], self.batch.positions, self.draft.rope_table, shape.head_dim)
+            product = self.kv_embed.addmm_(normed, w["kv_hidden"].t()) if first else normed @ w["kv_hidden"].t()
+            layer.kv, step.kv_kept = self.heads.keys(w, product, self.batch.positions)
             layer.context = step
             if layer is self.layers[-1]:
                 step = LayerStep(self.query_rows, *(self.batch.pick(x) for x in (hidden, normed, scale)))
             else:
                 step.rows, positions = self.all_rows, self.batch.positions
         else:
-            keys_and_values = layer.diagonal[k - 1]
+            product = self.heads.place(layer.diagonal[k - 1])
             if first:
-                torch.addmm(self.kv_embed_later[k:k + self.R], normed, w["kv_hidden"].t(), out=keys_and_values)
+                torch.addmm(self.kv_embed_later[k:k + self.R], normed, w["kv_hidden"].t(), out=product)
             else:
-                torch.mm(normed, w["kv_hidden"].t(), out=keys_and_values)
-            ops.rope_(keys_and_values[:, :shape.key_columns], positions + k, self.draft.rope_table, shape.head_dim)
+                torch.mm(normed, w["kv_hidden"].t(), out=product)
+            _, step.kv_kept = self.heads.keys(w, product, positions + k, layer.diagonal[k - 1])
         q_embed = self.q_embed if k == 0 else self.q_embed_later[k:k + self.R]
-        step.q = torch.addmm(q_embed, step.normed, w["q_hidden"].t()) if first else step.normed @ w["q_hidden"].t()
-        ops.rope_(step.q, positions + k, self.draft.rope_table, shape.head_dim)
+        product = torch.addmm(q_embed, step.normed, w["q_hidden"].t()) if first else step.normed @ w["q_hidden"].t()
+        step.q, step.q_kept = self.heads.queries(w, product, positions + k)
         step.out, step.lse, step.flash_state = flash_forward(step.q, layer.kv, step.rows, shape)
         if k:
             ops.merge_diagonal(step.q, layer.diagonal[:k], step.out, step.lse, shape)
-        step.middle = torch.addmm(step.hidden, step.out, w["o"].t())  # the residual is the raw hidden state
+        # The residual is the raw hidden state
+        step.middle = torch.addmm(step.hidden, self.heads.attended(step.out), w["o"].t())
         step.mlp_in, step.mlp_scale = ops.rms_norm(step.middle, w["post_norm"], shape.rms_norm_eps)
         step.gate_up = step.mlp_in @ w["gate_up"].t()
         step.activated = ops.swiglu(step.gate_up)
@@ -262,7 +268,7 @@ class FusedPass:
         self.dkv_embed = self.kv_embed.new_zeros(self.R + self.K - 1, self.kv_embed.shape[1])
         d_hidden = None  # gradient of what the step after this one was fed
         for k in reversed(range(self.K)):
-            hidden, scale, d_normed = self.heads.pop()
+            hidden, scale, d_normed = self.ends.pop()
             if shape.norm_output and d_hidden is not None:
                 d_normed, d_hidden = d_normed.add_(d_hidden), None
             d_hidden, d_norm = self.ops.rms_norm_backward(d_normed, hidden, scale, w["norm"], d_hidden)
@@ -285,7 +291,7 @@ class FusedPass:
 
     def layer_backward(self, layer: Layer, k: int, d_next: torch.Tensor) -> torch.Tensor:
         """From the gradient of a layer's output in step k to that of its input; d_next (C or R, H)."""
-        grads, w, shape, ops, step = self.grads, layer.weights, self.shape, self.ops, layer.steps.pop()
+        grads, w, ops, step = self.grads, layer.weights, self.ops, layer.steps.pop()
         name = {part: part + layer.suffix for part in IN_EVERY_LAYER}
         grads.add(name["down"], d_next, step.activated)
         d_gate_up = ops.swiglu_backward(d_next @ w["down"], step.gate_up)
@@ -293,18 +299,16 @@ class FusedPass:
         d_middle, d_norm = ops.rms_norm_backward(d_gate_up @ w["gate_up"], step.middle, step.mlp_scale, w["post_norm"],
                                                  d_next)
         grads.add_tensor(name["post_norm"], d_norm)
-        grads.add(name["o"], d_middle, step.out)
+        grads.add(name["o"], d_middle, self.heads.attended(step.out))
         if k == 0:
             grads.done(*(name[part] for part in ("down", "gate_up", "post_norm", "o")))
-        dq = self.attention_backward(layer, k, step, d_middle @ w["o"])
+        dq = self.attention_backward(layer, k, step, self.heads.d_out(d_middle @ w["o"]))
         grads.add(name["q_hidden"], dq, step.normed)
         d_normed = dq @ w["q_hidden"]
         if k == 0:
-            grads.done(name["q_hidden"])
+            grads.done(*self.heads.of_queries, name["q_hidden"])
             return self.context_backward(layer, step, d_normed, d_middle, name)
-        d_keys = layer.d_diagonal[k - 1]
-        ops.rope_(d_keys[:, :shape.key_columns], self.query_positions + k, self.draft.rope_table, shape.head_dim,
-                  inverse=True)
+        d_keys = self.heads.d_keys(w, layer.d_diagonal[k - 1], step.kv_kept, self.query_positions + k)
         if layer is self.layers[0]:
             self.dkv_embed[k:k + self.R] += d_keys
         grads.add(name["kv_hidden"], d_keys, step.normed)
@@ -323,7 +327,7 @@ class FusedPass:
             self.ops.merge_diagonal_backward(d_out, step.q, layer.diagonal[:k], step.out, step.lse, dq,
                                              layer.d_diagonal[:k], shape)
         positions = self.batch.positions if step.rows is self.all_rows else self.query_positions
-        self.ops.rope_(dq, positions + k, self.draft.rope_table, shape.head_dim, inverse=True)
+        dq = self.heads.d_queries(layer.weights, dq, step.q_kept, positions + k)
         if layer is self.layers[0] and step.rows is self.all_rows:
             self.dq_embed_all = dq.clone()
         elif layer is self.layers[0]:
@@ -336,9 +340,8 @@ class FusedPass:
 
         The gradient of its input (C, H), through the keys and values of all rows.
         """
-        grads, w, shape, context = self.grads, layer.weights, self.shape, layer.context
-        self.ops.rope_(layer.d_kv[:, :shape.key_columns], self.batch.positions, self.draft.rope_table, shape.head_dim,
-                       inverse=True)
+        grads, w, context = self.grads, layer.weights, layer.context
+        layer.d_kv = self.heads.d_keys(w, layer.d_kv, context.kv_kept, self.batch.positions)
         grads.add(name["kv_hidden"], layer.d_kv, context.normed)
         d_context = layer.d_kv @ w["kv_hidden"]
         if step.rows is self.all_rows:
@@ -351,5 +354,5 @@ class FusedPass:
         d_hidden, d_norm = self.ops.rms_norm_backward(d_context, context.hidden, context.scale, w["hidden_norm"],
                                                       d_residual)
         grads.add_tensor(name["hidden_norm"], d_norm)
-        grads.done(name["kv_hidden"], name["hidden_norm"])
+        grads.done(*self.heads.of_keys, name["kv_hidden"], name["hidden_norm"])
         return d_hidden

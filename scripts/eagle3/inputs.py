@@ -13,6 +13,7 @@ import torch
 from eagle3.drafter import Shape, aux_norm_of, draft_config, served_from
 from eagle3.drafter_files import Stored, check_layers, differing, read_drafter, summary, weights_sha256
 from eagle3.journal import read_facts
+from eagle3.mla import Latent, latent_of, read_latent
 from eagle3.recipe import fill_kind, old_config, usual_kv_heads
 from eagle3.rope import rope_scaling
 from eagle3.sglang_draft import completed
@@ -67,6 +68,7 @@ def draft_shape(args, target: dict, draft_vocab: int, aux_states: int = 3) -> Sh
     """
     old = completed(read_json(args.finetune_from / "config.json")) if args.finetune_from else {}
     heads = args.num_heads or old.get("num_attention_heads") or target["num_attention_heads"]
+    latent = draft_latent(args, old, target) if args.architecture == "mla" else None
     begun = ((old_config(args.output_dir) if args.output_dir else None) or {}).get("draft") or {}
     kv_heads = (args.num_kv_heads or begun.get("kv_heads") or old.get("num_key_value_heads")
                 or usual_kv_heads(target, heads))
@@ -74,19 +76,26 @@ def draft_shape(args, target: dict, draft_vocab: int, aux_states: int = 3) -> Sh
     positions = args.max_position_embeddings or old.get("max_position_embeddings")
     head_dim = args.head_dim or old.get("head_dim") or target.get("v_head_dim") or target.get("head_dim")
     shape = Shape(
-        hidden=target["hidden_size"], heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim or target["hidden_size"] // heads,
+        hidden=target["hidden_size"], heads=heads, kv_heads=heads if latent else kv_heads, latent=latent,
+        head_dim=latent.head_dim if latent else head_dim or target["hidden_size"] // heads,
         intermediate=args.intermediate_size or old.get("intermediate_size") or target["intermediate_size"],
         vocab=target["vocab_size"], draft_vocab=draft_vocab,
         rms_norm_eps=old.get("rms_norm_eps") or target.get("rms_norm_eps", 1e-5),
         rope_theta=float(args.rope_theta or old.get("rope_theta") or theta),
         max_positions=positions or target["max_position_embeddings"], layers=args.draft_layers, aux_states=aux_states,
         aux_norm=aux_norm_of(vars(args)), norm_output=args.norm_output, rope_scaling=rope_scaling(old),
-        o_bias=bool(old.get("attention_bias") or old.get("bias")), fc_bias=bool(old.get("bias")))
-    if shape.heads % shape.kv_heads or shape.head_dim % 2:
+        o_bias=not latent and bool(old.get("attention_bias") or old.get("bias")), fc_bias=bool(old.get("bias")))
+    if shape.heads % shape.kv_heads or shape.rope_dim % 2:
         raise UserError(f"{shape.heads} heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}: kv heads must "
                         "divide the heads, head_dim must be even.")
     return shape
+
+
+def draft_latent(args, old: dict, target: dict) -> Latent:
+    """Sizes of latent attention: those of --finetune-from (its config `old`), else the target's. Raises UserError."""
+    if args.num_kv_heads or args.head_dim:
+        raise UserError("--architecture mla has the target's latent sizes. Leave out --num-kv-heads and --head-dim.")
+    return read_latent(old) if old else latent_of(target, "the target's config.json")
 
 
 def read_inputs(args, say) -> Inputs:
@@ -110,8 +119,8 @@ def read_inputs(args, say) -> Inputs:
         raise UserError(f"SGLang {version} does not serve a drafter of this kind ({len(layers)} aux states, "
                         f"{shape.layers} layers, norms {shape.aux_norm or 'none'} / output {shape.norm_output}): it "
                         f"would ignore the difference in silence. {served_from(shape)} does: name the server's with "
-                        "--serve-sglang-version, or leave out --fc-norm, --norm-before-fc, --norm-output, "
-                        "--draft-layers.")
+                        "--serve-sglang-version, or leave out --architecture, --fc-norm, --norm-before-fc, "
+                        "--norm-output, --draft-layers.")
     source = {"plan": "plan.jsonl"} if args.follow else {"hidden_states": "manifest.json"}
     hashes = {**{name: sha256_file(args.data_dir / file) for name, file in source.items()},
               "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),

@@ -51,16 +51,18 @@ def swiglu_backward(d_out, gate_up):
     return grad
 
 
-def rope_(x, positions, table, head_dim: int, inverse=False):
+def rope_(x, positions, table, head_dim: int, inverse=False, pitch=None):
     """Rotate x (N, heads*D; rows may lie apart) in place by its positions (N,), halves paired as SGLang's neox style.
 
-    table: cos and sin, (positions, D/2) each. inverse: for the gradient.
+    table: cos and sin, (positions, D/2) each. inverse: for the gradient. pitch: columns from one head's first to the
+    next one's, where a head has others behind those that are rotated.
     """
-    heads = x.shape[1] // head_dim
+    pitch = pitch or head_dim
+    heads = triton.cdiv(x.shape[1], pitch)
     if len(x):
-        rope_kernel[(len(x),)](x, positions, *table, x.stride(0), heads, -1.0 if inverse else 1.0, HALF=head_dim // 2,
-                               HEADS=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(head_dim // 2),
-                               num_warps=4)
+        blocks = {"HEADS": triton.next_power_of_2(heads), "BLOCK": triton.next_power_of_2(head_dim // 2)}
+        rope_kernel[(len(x),)](x, positions, *table, x.stride(0), heads, pitch, -1.0 if inverse else 1.0,
+                               HALF=head_dim // 2, **blocks, num_warps=4)
     return x
 
 
@@ -68,14 +70,14 @@ def rope_(x, positions, table, head_dim: int, inverse=False):
 def merge_diagonal(q, diagonal, out, lse, shape) -> None:
     """Adds the keys and values `diagonal` (k, R, KV) of each row itself to out (R, Q) and lse (heads, R), in place."""
     grid, blocks = diagonal_launch(q, shape)
-    diagonal_kernel[grid](q, diagonal, out, lse, len(q), len(diagonal), shape.head_dim ** -0.5, **blocks)
+    diagonal_kernel[grid](q, diagonal, out, lse, len(q), len(diagonal), shape.softmax_scale, **blocks)
 
 
 def merge_diagonal_backward(d_out, q, diagonal, out, lse, dq, d_diagonal, shape) -> None:
     """Adds to dq (R, Q) and d_diagonal (k, R, KV) the diagonal keys' part of the gradient; out, lse: merged."""
     grid, blocks = diagonal_launch(q, shape)
     diagonal_backward_kernel[grid](d_out, q, diagonal, out, lse, dq, d_diagonal, len(q), len(diagonal),
-                                   shape.head_dim ** -0.5, **blocks)
+                                   shape.softmax_scale, **blocks)
 
 
 # ---- loss and optimizer ----
@@ -171,14 +173,14 @@ def swiglu_backward_kernel(d_ptr, x_ptr, dx_ptr, I, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rope_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, stride, heads, sign, HALF: tl.constexpr, HEADS: tl.constexpr,
-                BLOCK: tl.constexpr):
+def rope_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, stride, heads, pitch, sign, HALF: tl.constexpr,
+                HEADS: tl.constexpr, BLOCK: tl.constexpr):
     row, head, cols = tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     position = tl.load(position_ptr + row)
     cos = tl.load(cos_ptr + position * HALF + cols, cols < HALF, 0.0)
     sin = tl.load(sin_ptr + position * HALF + cols, cols < HALF, 0.0) * sign
     inside = (head < heads) & (cols < HALF)
-    offsets = row * stride + head * (2 * HALF) + cols
+    offsets = row * stride + head * pitch + cols
     first = tl.load(x_ptr + offsets, inside, 0.0).to(tl.float32)
     second = tl.load(x_ptr + offsets + HALF, inside, 0.0).to(tl.float32)
     tl.store(x_ptr + offsets, first * cos - second * sin, inside)

@@ -213,15 +213,21 @@ def muon_matrices(shape, tensors) -> dict[str, Matrix]:
     """What Muon turns, by name; tensors: by our names. q, k and v are [embedding half, hidden half].
 
     Heads one by one are MuonSplit (arXiv 2605.08933): at Kimi's width a third of the arithmetic less, and more accepted
-    on the real target than whole matrices (scripts/README.md, "The recipe").
+    on the real target than whole matrices (scripts/README.md, "The recipe"). Of latent attention, what leads to the
+    latent states and to the one rotated key of all heads is whole.
     """
-    keys, kv, found = shape.key_columns, shape.kv_heads, {"fc": Matrix([tensors["fc"]])}
+    heads, kv, found = shape.heads, shape.kv_heads, {"fc": Matrix([tensors["fc"]])}
+    keys = shape.latent.kv_lora_rank if shape.latent else shape.key_columns  # rows of kv; behind them other ones
     for layer, w in enumerate(layer_weights(shape, tensors)):
-        both = [w[name] for name in ("kv_embed", "kv_hidden") if name in w]
+        q, both = ([w[name] for name in (f"{part}_embed", f"{part}_hidden") if name in w] for part in ("q", "kv"))
+        first, last = ([half[rows] for half in both] for rows in (slice(keys), slice(keys, None)))
         gate, up = w["gate_up"].chunk(2)
-        parts = {"q": Matrix([w[name] for name in ("q_embed", "q_hidden") if name in w], shape.heads),
-                 "k": Matrix([half[:keys] for half in both], kv), "v": Matrix([half[keys:] for half in both], kv),
-                 "o": Matrix([w["o"]], shape.heads, side_by_side=True), "gate": Matrix([gate]), "up": Matrix([up]),
+        if shape.latent:
+            parts = {"q_a": Matrix(q), "kv_a": Matrix(first), "k_rope": Matrix(last),
+                     **{name: Matrix([w[name]], heads) for name in ("q_b", "k_b", "v_b")}}
+        else:
+            parts = {"q": Matrix(q, heads), "k": Matrix(first, kv), "v": Matrix(last, kv)}
+        parts |= {"o": Matrix([w["o"]], shape.heads, side_by_side=True), "gate": Matrix([gate]), "up": Matrix([up]),
                  "down": Matrix([w["down"]])}
         found |= {f"{name}.{layer}": matrix for name, matrix in parts.items()}
     return found

@@ -15,10 +15,10 @@ from eagle3.stage import UserError, read_json
 from eagle3.target import version_numbers
 
 # What the absence of a flag meant before it existed, or before its default hung on the run
-BEFORE = {"optimizer": "adamw", "lr": 3e-5, "draft_layers": 1, "fc_norm": False, "norm_before_fc": False,
-          "norm_output": False, "loss_on": "response"}
-KIND = ("draft_layers", "fc_norm", "norm_before_fc", "norm_output")
-NORMS_FROM = (0, 5, 12)  # the SGLang release that serves fc_norm and norm_output
+BEFORE = {"optimizer": "adamw", "lr": 3e-5, "architecture": "llama", "draft_layers": 1, "fc_norm": False,
+          "norm_before_fc": False, "norm_output": False, "loss_on": "response"}
+KIND = ("architecture", "draft_layers", "fc_norm", "norm_before_fc", "norm_output")
+NORMS_FROM = {"llama": (0, 5, 12), "mla": (0, 5, 13)}  # the SGLang release that serves fc_norm and norm_output
 # Best peak rate at width 576 and 8,192 tokens a step, and the power of the width by which it falls: fitted on a real
 # target of width 576 and on made-up ones of 576, 2,048 and 7,168
 RATES = {"adamw": (1.5e-3, 1.3), "muon": (2.0e-3, 1.15)}
@@ -43,9 +43,9 @@ def fill_kind(args, version: str) -> None:
     SGLang that serves it (`version`) knows them.
     """
     old = old_config(args.output_dir) if args.output_dir else None
-    norms = version_numbers(version) >= NORMS_FROM
-    kind = {"draft_layers": 1, "fc_norm": norms and not args.norm_before_fc, "norm_before_fc": False,
-            "norm_output": norms}
+    norms = version_numbers(version) >= NORMS_FROM[args.architecture or "llama"]
+    kind = {"architecture": "llama", "draft_layers": 1, "fc_norm": norms and not args.norm_before_fc,
+            "norm_before_fc": False, "norm_output": norms}
     if args.finetune_from:
         kind = kind_of(completed(read_json(args.finetune_from / "config.json")))
     if old is not None:
@@ -55,6 +55,9 @@ def fill_kind(args, version: str) -> None:
             setattr(args, name, kind[name])
     if args.fc_norm and args.norm_before_fc:
         raise UserError("--fc-norm and --norm-before-fc both norm what fc is fed. Choose one.")
+    if args.architecture == "mla" and (args.norm_before_fc or args.draft_layers > 1):
+        raise UserError("--architecture mla is served with one layer and without --norm-before-fc. Leave out "
+                        "--draft-layers and --norm-before-fc.")
 
 
 def usual_kv_heads(target: dict, heads: int) -> int:

@@ -84,13 +84,15 @@ def yarn_share(theta: float, given: dict, head_dim: int, original: int, like):
     return kept + (1 - kept) / given.get("factor", 1.0)
 
 
-def yarn_magnitude(given: dict, factor: float) -> float:
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+def magnitude(factor: float, scale: float) -> float:
+    """SGLang's yarn_get_mscale."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
+
+def yarn_magnitude(given: dict, factor: float) -> float:
     both = given.get("mscale") is not None and given.get("mscale_all_dim") is not None
-    of_factor = magnitude(given["mscale"]) / magnitude(given["mscale_all_dim"]) if both else magnitude(1.0)
-    return of_factor * given.get("attn_factor", 1)
+    of_all = magnitude(factor, given["mscale_all_dim"]) if both else 1.0
+    return magnitude(factor, given["mscale"] if both else 1.0) / of_all * given.get("attn_factor", 1)
 
 
 def table(theta: float, scaling: dict | None, head_dim: int, max_positions: int, positions):

@@ -91,6 +91,9 @@ def add_loss_flags(add) -> None:
 
 
 def add_drafter_flags(add) -> None:
+    add("--architecture", choices=("llama", "mla"),
+        help="mla: latent attention of the target's sizes, for a small KV cache (SGLang >= 0.5.12; its norms 0.5.13; "
+             "default: llama, or as --finetune-from is)")
     add("--num-heads", type=int, help="attention heads (default: the target's)")
     add("--num-kv-heads", type=int,
         help="default: the target's; of a target with MLA 8, or all heads where 8 does not divide them")

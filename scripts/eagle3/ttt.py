@@ -18,11 +18,13 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from eagle3.drafter import layer_weights, sum_dtype
 
 LOSSES = ("ce", "kl", "lk")
 FAST = False
+LARGE = 1 << 26  # numbers of a score matrix or of logits from which they are not kept for the backward
 
 
 def rms_norm(x, weight, eps: float):
@@ -42,6 +44,47 @@ def rope(x, positions, table, head_dim: int):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).flatten(1).to(x.dtype)
 
 
+# ---- from the products of q and kv to the queries, keys and values of heads ----
+def plain_queries(draft, w, q, positions):
+    """q (N, Q), rotated."""
+    return rope(q, positions, draft.rope_table, draft.shape.head_dim)
+
+
+def plain_keys(draft, w, kv, positions):
+    """kv (N, KV) -> keys, rotated, and values."""
+    key, value = kv.split(draft.shape.key_columns, 1)
+    return rope(key, positions, draft.rope_table, draft.shape.head_dim), value
+
+
+def latent_queries(draft, w, q, positions):
+    """q (N, q_lora_rank) -> (N, Q): of multi-head latent attention (mla.py)."""
+    shape, latent = draft.shape, draft.shape.latent
+    q = rms_norm(q, w["q_a_norm"], shape.rms_norm_eps) @ w["q_b"].t()
+    plain, turned = q.view(len(q), shape.heads, -1).split([latent.qk_nope_head_dim, shape.rope_dim], -1)
+    turned = rope(turned.flatten(1), positions, draft.rope_table, shape.rope_dim).view_as(turned)
+    return torch.cat([plain, turned], -1).flatten(1)
+
+
+def latent_keys(draft, w, kv, positions):
+    """kv (N, kv_lora_rank + rotated columns) -> keys (N, Q), values (N, heads * v_head_dim)."""
+    shape, latent = draft.shape, draft.shape.latent
+    state, turned = kv.split([latent.kv_lora_rank, shape.rope_dim], 1)
+    state = rms_norm(state, w["kv_a_norm"], shape.rms_norm_eps)
+    turned = rope(turned, positions, draft.rope_table, shape.rope_dim)[:, None].expand(-1, shape.heads, -1)
+    plain = (state @ w["k_b"].t()).view(len(kv), shape.heads, -1)
+    return torch.cat([plain, turned], -1).flatten(1), state @ w["v_b"].t()
+
+
+def spared(numbers: int, function, *given):
+    """function(*given); where its inner tensors are this large, computed once more in the backward: the same numbers.
+
+    At Kimi's width the scores of a step take 2 GB a sample of 2,048 tokens, its logits 4 GB a pack of 8,192.
+    """
+    if numbers < LARGE:
+        return function(*given)
+    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+
+
 def unseen_keys(queries: int, keys: int, device):
     """(queries, keys) bool: keys behind a query's own position.
 
@@ -53,24 +96,34 @@ def unseen_keys(queries: int, keys: int, device):
 def attention(q, cache, spans, shape):
     """Attention of one TTT step, (rows, Q). q (rows, Q), in each sample its last rows.
 
-    cache: [(keys, values)] of the steps so far, each (C or R, kv_heads*D). The first are step 0's, of all context
-    rows: a row sees those up to its position. Later ones are seen by their own row alone. spans: per sample ((q0,
-    q1), (k0, k1)).
+    cache: [(keys, values)] of the steps so far, each (C or R, kv_heads * a head's columns). The first are step 0's,
+    of all context rows: a row sees those up to its position. Later ones are seen by their own row alone. spans: per
+    sample ((q0, q1), (k0, k1)).
     """
-    heads = (-1, shape.kv_heads, shape.head_dim)
-    q = q.view(len(q), shape.kv_heads, -1, shape.head_dim) * shape.head_dim ** -0.5  # (rows, kv_heads, group, D)
+    q = q.view(len(q), shape.kv_heads, -1, shape.head_dim) * shape.softmax_scale  # (rows, kv_heads, group, D)
     (key, value), later, out = cache[0], cache[1:], []
-    diagonal = [(key.view(heads)[:, :, None], value.view(heads)[:, :, None]) for key, value in later]
+    key, value = (x.view(len(x), shape.kv_heads, -1) for x in (key, value))
+    diagonal = [x.view(len(x), shape.kv_heads, 1, -1) for pair in later for x in pair]
     for (q0, q1), (k0, k1) in spans:
-        scores = torch.einsum("qhgd,khd->qhgk", q[q0:q1], key[k0:k1].view(heads))
-        scores = scores.masked_fill(unseen_keys(q1 - q0, k1 - k0, q.device)[:, None, None], -math.inf)
-        on_diagonal = [(q[q0:q1] * k[q0:q1]).sum(-1, keepdim=True) for k, _ in diagonal]
-        weights = torch.cat([scores, *on_diagonal], -1).softmax(-1, dtype=sum_dtype(q)).to(q.dtype)
-        mixed = torch.einsum("qhgk,khd->qhgd", weights[..., :k1 - k0], value[k0:k1].view(heads))
-        for i, (_, v) in enumerate(diagonal):
-            mixed = mixed + weights[..., k1 - k0 + i, None] * v[q0:q1]
-        out.append(mixed.flatten(1))
+        own = [x[q0:q1] for x in diagonal]
+        scores = (q1 - q0) * (k1 - k0) * shape.heads
+        out.append(spared(scores, attention_of_sample, q[q0:q1], key[k0:k1], value[k0:k1], *own))
     return torch.cat(out)
+
+
+def attention_of_sample(q, key, value, *diagonal):
+    """q (rows, kv_heads, group, D), scaled; key, value (keys, kv_heads, ...) of step 0 -> (rows, ...).
+
+    diagonal: key, value, key, value ... of later steps, (rows, kv_heads, 1, ...) each.
+    """
+    scores = torch.einsum("qhgd,khd->qhgk", q, key)
+    scores = scores.masked_fill(unseen_keys(len(q), len(key), q.device)[:, None, None], -math.inf)
+    on_diagonal = [(q * k).sum(-1, keepdim=True) for k in diagonal[::2]]
+    weights = torch.cat([scores, *on_diagonal], -1).softmax(-1, dtype=sum_dtype(q)).to(q.dtype)
+    mixed = torch.einsum("qhgk,khd->qhgd", weights[..., :len(key)], value)
+    for i, v in enumerate(diagonal[1::2], len(key)):
+        mixed = mixed + weights[..., i, None] * v
+    return mixed.flatten(1)
 
 
 def draft_layer(draft, w, hidden, embedded, positions, cache, batch, last: bool):
@@ -80,15 +133,15 @@ def draft_layer(draft, w, hidden, embedded, positions, cache, batch, last: bool)
     layer goes on with the query rows alone: of the other rows only keys and values are needed.
     """
     shape = draft.shape
+    queries, keys = (latent_queries, latent_keys) if shape.latent else (plain_queries, plain_keys)
     normed = rms_norm(hidden, w["hidden_norm"], shape.rms_norm_eps)
     q, kv = normed @ w["q_hidden"].t(), normed @ w["kv_hidden"].t()
     if embedded is not None:
         q, kv = q + embedded @ w["q_embed"].t(), kv + embedded @ w["kv_embed"].t()
-    key, value = kv.split(shape.key_columns, 1)
-    cache.append((rope(key, positions, draft.rope_table, shape.head_dim), value))
+    cache.append(keys(draft, w, kv, positions))
     if last and len(cache) == 1:
         q, hidden, positions = batch.pick(q), batch.pick(hidden), batch.pick(positions)
-    q = rope(q, positions, draft.rope_table, shape.head_dim)
+    q = queries(draft, w, q, positions)
     spans = batch.spans if len(q) == len(batch.mask) else [(keys, keys) for _, keys in batch.spans]
     middle = hidden + attention(q, cache, spans, shape) @ w["o"].t()  # the residual is the raw hidden state
     middle = middle + w["o_bias"] if shape.o_bias else middle
@@ -125,6 +178,12 @@ def row_loss(logits, target, kind: str):
         return -torch.minimum(log_q.exp(), target).sum(-1).clamp_min(1e-30).log()
     loss = -(target * log_q).sum(-1)
     return loss + torch.special.xlogy(target, target).sum(-1) if kind == "kl" else loss
+
+
+def head_loss(normed, head, target, kind: str):
+    """Row losses (R,) and the draft token of highest probability (R,). normed (R, H), head (Vd, H), target (R, Vd)."""
+    logits = (normed @ head.t()).to(sum_dtype(normed))
+    return row_loss(logits, target, kind), logits.argmax(-1)
 
 
 class Tally:
@@ -181,10 +240,10 @@ def ttt_pass(draft, batch, step_weights, grads=None, kind="ce"):
                 last, fed = layer is layers[-1], embedded if layer is layers[0] else None
                 hidden = draft_layer(draft, layer, hidden, fed, positions + k, cache, batch, last)
             normed = rms_norm(hidden, w["norm"], eps)
-            logits = (normed @ w["lm_head"].t()).to(sum_dtype(normed))  # (R, Vd)
-            losses = row_loss(logits, target[k:k + len(logits)], kind)
+            target_rows = target[k:k + len(normed)]
+            losses, best = spared(target_rows.numel(), head_loss, normed, w["lm_head"], target_rows, kind)
             loss = loss + step_weights[k] * (losses * tally.counts(k)).sum()
-            tally.add(k, losses.detach(), logits.argmax(-1))
+            tally.add(k, losses.detach(), best)
             hidden = normed if shape.norm_output else hidden  # what the next draft step is fed
         if grads:
             gradients = torch.autograd.grad(loss, list(w.values()), allow_unused=True, materialize_grads=True)
