@@ -310,7 +310,7 @@ def capture(model, positions: torch.Tensor, forward_batch, hidden_states: torch.
     (N, A*H) or a list of (N, H). Raises Refused, which ends the server: capturing wrong rows is worse than none.
     """
     global _state
-    if not _enabled:
+    if not _enabled or hasattr(model, "hot_token_id"):  # a draft: LlamaForCausalLMEagle3 runs in Llama's own forward
         return aux_hidden_states
     wanted = wanted_rows(forward_batch)
     if _state is None:

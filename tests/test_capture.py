@@ -585,6 +585,13 @@ def test_a_nan_row_is_told_and_leaves_no_file(module, where):
     assert [path.name for path in module.folder.iterdir()] == ["a.error"]
 
 
+def test_a_draft_that_runs_in_a_patched_file_is_left_alone(module):
+    """LlamaForCausalLMEagle3 inherits Llama's forward; its rows are no target's."""
+    module.model.hot_token_id = None
+    module.feed(batch((rid("r", range(5), "a"), 0, 5)))
+    assert module.capture._state is None and not module.folder.exists()
+
+
 def test_lost_rows_are_told(module):
     name = rid("r", range(9), "a")
     module.feed(batch((name, 0, 3)))
