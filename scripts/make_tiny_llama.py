@@ -69,7 +69,7 @@ def trained(model, folder: Path, args) -> None:
     for keep in (lambda fact: not held_out(fact), held_out):
         talks = plain_talks(facts, keep, args.seed)
         rng.shuffle(talks)
-        samples = encode_samples(tokenizer, talks[:args.rows * args.steps if not rows else 200], args.row_length,
+        samples = encode_samples(tokenizer, talks[:args.rows * args.steps if not rows else 50], args.row_length,
                                  answer_text)
         log(f"{len(talks)} conversations | {sizes_of(samples)}")
         rows.append(pack(samples, args.row_length))
