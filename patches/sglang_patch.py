@@ -15,6 +15,7 @@ original. `restore` takes the call out of every file; it is refused while a serv
 until its first request it would miss what was taken out.
 """
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -175,12 +176,9 @@ def users(folder: Path) -> str:
     locks = Path("/proc/locks").read_text() if Path("/proc/locks").exists() else ""
     for words in map(str.split, locks.splitlines()):
         if words[1] == "FLOCK" and words[5].endswith(f":{os.stat(folder).st_ino}"):  # not "->", who waits for it
-            pid = words[4]
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                found[pid] = " ".join(words).strip()
-            except OSError:
-                found[pid] = "a process that has ended"
+            with contextlib.suppress(OSError):  # gone: it took the lock for a shell, which holds it
+                command = Path(f"/proc/{words[4]}/cmdline").read_bytes().decode(errors="replace")
+                found[words[4]] = " ".join(command.split("\0")).strip()
     return ", ".join(f"{command[:120]} (pid {pid})" for pid, command in found.items() if pid != str(os.getpid()))
 
 

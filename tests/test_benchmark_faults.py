@@ -527,8 +527,8 @@ def test_the_remedies_of_a_launched_server_are_not_refused_by_the_folder(tmp_pat
     (["--limit", "0"], "--limit must be at least 1"), (["--temperature", "-1"], "--temperature must be 0 or more"),
     (["--temperature", "nan"], "--temperature"), (["--top-p", "0"], "--top-p above 0"),
     (["--request-timeout", "0"], "above 0"),
-    (["--launch-timeout", "nan"], "above 0"), (["--usd-per-hour", "-2"], "--usd-per-hour 0 or more"),
-    (["--usd-per-hour", "inf"], "--usd-per-hour 0 or more"), (["--repeats", "0"], "--repeats must be at least 1"),
+    (["--launch-timeout", "nan"], "'nan' is no number"), (["--usd-per-hour", "-2"], "--usd-per-hour 0 or more"),
+    (["--usd-per-hour", "inf"], "'inf' is no number"), (["--repeats", "0"], "--repeats must be at least 1"),
     (["--thinking", "on", "on"], "a value stands twice")])
 def test_numbers_that_cannot_be_are_one_line(argv, why):
     with pytest.raises(UserError, match=why):

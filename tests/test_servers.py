@@ -273,3 +273,24 @@ def test_quickstart_leaves_the_patch_to_who_needs_it(needed, tmp_path, patched):
         other.kill()
     assert done.returncode == 0, done.stderr
     assert ("stays patched: flock -s" in done.stdout) == needed == (folder / "srt/eagle3_capture.py").exists()
+
+
+def test_an_sglang_that_nobody_may_write_to(tmp_path, patched):
+    """Looked at, used and left as it is; what would have to be written is one line."""
+    folder, env = patched
+    home = folder.parent
+
+    def read_only(*argv) -> subprocess.CompletedProcess:
+        script = f"mount --bind {home} {home} && mount -o remount,ro,bind {home} || exit 77; exec \"$@\""
+        done = subprocess.run(["unshare", "-m", "bash", "-c", script, "-", *argv], env={**os.environ, **env}, text=True, capture_output=True)
+        if done.returncode == 77 or done.stderr.startswith("unshare: "):
+            pytest.skip("this user may not mount anything")
+        return done
+
+    assert "patched (patch" in read_only(*PATCH, "status").stdout
+    done = read_only(*PATCH, "restore")
+    assert done.returncode == 2 and done.stderr.endswith(": Read-only file system. Mend that and run this again.\n") and len(done.stderr.splitlines()) == 1
+    assert restore(env).returncode == 0
+    assert read_only(*PATCH, "restore").returncode == 0  # nothing to take out
+    done = read_only("bash", "-c", f"{' '.join(PATCH)} status | true; exit ${{PIPESTATUS[0]}}")
+    assert done.returncode == 0 and done.stderr == ""
