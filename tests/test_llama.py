@@ -81,7 +81,7 @@ def test_a_folder_goes_on_with_the_kv_heads_that_it_began_with(tmp_path):
     """Once the default was 8 for every target."""
     target = {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 99,
               "max_position_embeddings": 512}
-    args = argparse.Namespace(output_dir=tmp_path / "output", finetune_from=None, draft_layers=1, norm_output=False, fc_norm=False,
+    args = argparse.Namespace(output_dir=tmp_path / "output", finetune_from=None, architecture="llama", draft_layers=1, norm_output=False, fc_norm=False,
                               norm_before_fc=False, **dict.fromkeys("num_heads num_kv_heads head_dim intermediate_size rope_theta "
                                                                     "max_position_embeddings".split()))
     assert draft_shape(args, target, 32).kv_heads == 2
