@@ -10,6 +10,7 @@ from conftest import ROOT, TINY_KIMI, load_script, run_here
 from eagle3.drafter import read_shape
 from eagle3.figures import beyond_answer
 from eagle3.inputs import draft_shape
+from eagle3.prefill_server import Server
 from eagle3.recipe import usual_kv_heads
 from eagle3.responses import part_files, read_jsonl
 from eagle3.servers import needs_patch
@@ -97,6 +98,14 @@ def test_only_a_run_that_captures_by_the_patch_patches_sglang(monkeypatch):
     assert needs_patch(servers)
     assert not needs_patch(servers | {"extract": extract | {"flags": {"forward-hooks": "[]"}}})
     assert not needs_patch(servers | {"extract": {"extends": "plain"}})
+
+
+@pytest.mark.parametrize("told, advice", [({}, "sglang_patch.py apply)"), ({"model_path": "/m/llama"}, "apply --target /m/llama)"),
+                                          ({"forward_hooks": [{}], "model_path": "/m"}, "PYTHONPATH")])
+def test_what_03_advises_fits_the_way_in_which_the_server_captures(told, advice, monkeypatch):
+    server = object.__new__(Server)
+    monkeypatch.setattr(Server, "describe", lambda self, path: told)
+    assert advice in server.how_to_capture()
 
 
 @pytest.fixture(scope="module")
