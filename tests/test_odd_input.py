@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, load_script, run_here
+from conftest import ROOT, TINY_KIMI, load_script, run_here
 from eagle3 import bench_flags, forecast, stage, train_flags
 from eagle3.server_log import opened
 from eagle3.stage import UserError, parse_args, raising, read_json, read_run_file
+from eagle3.target import text_config
 
 RUN_FILE = "run_dir: /r\ntarget: /t\ngenerate:\n  output-dir: '{run_dir}/ü'\n  limit: 5\n"
 
@@ -127,6 +128,17 @@ def test_times_are_those_that_clocks_take():
 def test_paths_with_odd_letters_are_paths(tmp_path):
     for name in ("with space", "ünï/cödé", "a\nb", "-x", "{run_dir}", "~"):
         assert stage.a_path(str(tmp_path / name)) == tmp_path / name
+
+
+@pytest.mark.parametrize("value", [-1, 0, "x", 1.5, [1], 10**30, True, None])
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"])
+def test_a_target_whose_sizes_are_none_is_one_line(key, value, tmp_path):
+    config = json.loads((TINY_KIMI / "config.json").read_text())
+    config["text_config"][key] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for read in (lambda: text_config(tmp_path), lambda: forecast.target_sizes(tmp_path / "config.json")):
+        with pytest.raises(UserError, match=f"config.json: {key} is "):
+            read()
 
 
 # ---- how a script ends ----

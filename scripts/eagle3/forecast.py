@@ -16,6 +16,7 @@ from eagle3.drafter import Shape
 from eagle3.mla import latent_of
 from eagle3.recipe import usual_kv_heads
 from eagle3.stage import UserError, raising, read_json
+from eagle3.target import with_sizes
 
 KIMI = dict(hidden_size=7168, num_hidden_layers=61, num_attention_heads=64, q_lora_rank=1536, kv_lora_rank=512,
             qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=384, n_shared_experts=1,
@@ -147,7 +148,7 @@ def target_sizes(path: Path | None) -> dict:
     if path is None:
         return KIMI
     config = read_json(path)
-    text = config.get("text_config") or config
+    text = with_sizes(config.get("text_config") or config, path)
     missing = [key for key in NEEDED if key not in text]
     if missing:
         raise UserError(f"{path}: no config.json of a target: {', '.join(missing)} not in it.")

@@ -14,14 +14,26 @@ TENSORS = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight", "norm
 FLOATS = ("BF16", "F16", "F32")  # safetensors' names
 VERSIONS = Path(__file__).resolve().parents[2] / "patches/versions.json"
 NEEDED_KEYS = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+SIZES = {*NEEDED_KEYS, "num_hidden_layers", "num_key_value_heads", "head_dim", "v_head_dim", "kv_lora_rank",
+         "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "moe_intermediate_size"}
 
 
 def text_config(folder: Path) -> dict:
     """The target's config.json; of a multimodal wrapper its `text_config`. Raises UserError."""
     config = read_json(folder / "config.json")
+    return with_sizes(config.get("text_config") or config, folder / "config.json")
+
+
+def with_sizes(config: object, path: Path) -> dict:
+    """`config`, whose sizes are whole numbers, as far as they are there. Raises UserError."""
     if not isinstance(config, dict):
-        raise UserError(f"{folder}/config.json: no JSON object. Name the target's folder.")
-    return config.get("text_config") or config
+        raise UserError(f"{path}: its text_config is no JSON object. Name the target's folder.")
+    for key in SIZES & config.keys():
+        value, least = config[key], 1 if key in NEEDED_KEYS else 0
+        if type(value) is not int or not least <= value < 2**31:
+            if value is not None or key in NEEDED_KEYS:
+                raise UserError(f"{path}: {key} is {value!r:.40}, not a whole number above 0. Download it again.")
+    return config
 
 
 class Target:
