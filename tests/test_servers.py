@@ -267,7 +267,7 @@ def test_quickstart_leaves_the_patch_to_who_needs_it(needed, tmp_path, patched):
     function = re.search(r"^stop_server\(\) \{.*?^\}", (ROOT / "scripts/quickstart.sh").read_text(), re.M | re.S)[0]
     with subprocess.Popen(["flock", "-s", str(folder), "sleep", "60" if needed else "0"]) as other:
         time.sleep(0.5)
-        done = subprocess.run(["bash", "-euc", f"py={sys.executable} logs={tmp_path}; say() {{ echo $*; }}; {function}\nexec 9<{folder}; "
+        done = subprocess.run(["bash", "-euc", f"py={sys.executable} logs={tmp_path} patched=1; say() {{ echo $*; }}; {function}\nexec 9<{folder}; "
                                "flock -s 9; sleep 60 & server=$!; stop_server"], cwd=ROOT, env={**os.environ, **env}, text=True,
                               capture_output=True, timeout=30)
         other.kill()

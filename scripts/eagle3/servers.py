@@ -211,8 +211,10 @@ def using_sglang(role: str, argv: list[str], env: dict[str, str]) -> int | None:
     patched = (folder / "srt/eagle3_capture.py").exists() or any(word.startswith("--forward-hooks") for word in argv)
     if env.get("EAGLE3_CAPTURE_DIR") and not patched:
         os.close(lock)
+        target = flag_value(argv, "--model-path", "")
+        apply = f"{python_of(argv)} patches/sglang_patch.py apply{f' --target {target}' if target else ''}"
         raise UserError(f"servers.{role}: the SGLang at {folder} is not patched (or the patch was taken out again), so "
-                        f"nothing would be captured. Run `{python_of(argv)} patches/sglang_patch.py apply`, then this.")
+                        f"nothing would be captured. Run `{apply}`, then this.")
     return lock
 
 
