@@ -199,7 +199,8 @@ def model_of(target: Path, versions: dict, version: str) -> str:
                    if release_order(since) <= release_order(version)]
         if entries and entries[-1] and architectures[0] in re.sub(r"\(.*\)", "", entries[-1].split(": ")[1]).split():
             return name
-    raise UserError(f"{target}: SGLang {version} computes {architectures[0]} in no file that this patch knows "
+    unknown = "" if version in versions["releases"] else f", which is not in {VERSIONS.name},"
+    raise UserError(f"{target}: SGLang {version}{unknown} computes {architectures[0]} in no file that this patch knows "
                     f"({', '.join(versions['files'])}). Capture with --forward-hooks: patches/README.md.")
 
 

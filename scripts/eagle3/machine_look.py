@@ -59,7 +59,7 @@ def check_sglang(run_file: dict, found: Findings, roles: set) -> str | None:
     elif "extract" in roles and ": original" in said:
         found.add(said, "role extract", f"run `{' '.join(['python3 patches/sglang_patch.py apply', *command[3:]])}` "
                   "before its server starts (quickstart.sh does it itself)", "warning")
-    version = re.search(r"(?i)\bsglang (\d+\.\d[\w.+]*)", said)
+    version = re.search(r"\bsglang ([\w.+]+) at ", said)
     return version and version[1]
 
 
