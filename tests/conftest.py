@@ -257,8 +257,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
         if STARTS_SGLANG & set(item.fixturenames):
             item.add_marker("engine")
-        if item.get_closest_marker("engine") and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group(ENGINE_ORDER[engine_turn(item)][0]))
     items.sort(key=turn)
 
 
@@ -280,12 +278,14 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Hands out whole files, and each group of tests that start SGLang (their names end in @engine_...) as if it were one file."""
+    """Hands out whole files, and the files of each of ENGINE_GROUPS as if they were one."""
     from xdist.scheduler import LoadScopeScheduling
+
+    groups = {name.split()[0]: group for group, name in ENGINE_ORDER}
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            group = nodeid.rpartition("@")[2]
-            return group if group in ENGINE_GROUPS else nodeid.split("::")[0]
+            file = nodeid.split("::")[0]
+            return groups.get(Path(file).stem, file)
 
     return Files(config, log)
