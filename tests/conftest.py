@@ -1,7 +1,7 @@
 """Shared by all tests: numbered scripts as modules, and the real SGLang on the CPU as a fixture.
 
-Two workers share the tests (scripts/test.sh): a file without servers runs whole on one of them; tests that start SGLang run in groups
-(ENGINE_GROUPS), each on one worker and in an order in which those that want the same server follow each other.
+Two workers share the tests (scripts/test.sh), each file whole on one of them, and in an order in which tests that want the same server
+follow each other.
 """
 import contextlib
 import functools
@@ -226,18 +226,16 @@ def extracted(engine, tmp_path_factory) -> Path:
 
 # ---- which worker runs a test, and when ----
 STARTS_SGLANG = {"engine", "patched_sglang", "workplace"}  # fixtures: what uses them gets the marker `engine`
-# What runs on one worker, in this order: files, or the tests of one with a fixture. Each group has servers of its own.
-ENGINE_GROUPS = {"engine_plain": ["test_benchmark", "test_generate"],
-                 "engine_extract": ["test_follow", "test_extract"],
-                 "engine_capture": ["test_capture capturing", "test_serving", "test_llama", "test_capture", "test_capture_families", "test_patch"]}
-ENGINE_ORDER = [(group, name) for group, names in ENGINE_GROUPS.items() for name in names]
+# Files, or the tests of one with a fixture: the long ones first
+ENGINE_ORDER = ["test_benchmark", "test_generate", "test_follow", "test_extract", "test_capture capturing", "test_serving", "test_llama",
+                "test_capture", "test_capture_families", "test_patch"]
 # Of the files without servers: a long one that begins last would run alone
 SLOWEST_FIRST = ["test_train", "test_preflight", "test_train_faults", "test_generate", "test_follow", "test_benchmark_faults", "test_extract_faults"]
 
 
 def engine_turn(item) -> int:
     """Where a test that starts SGLang stands in ENGINE_ORDER; last, if its file is not named there."""
-    fits = [number for number, (_, name) in enumerate(ENGINE_ORDER)
+    fits = [number for number, name in enumerate(ENGINE_ORDER)
             if item.path.stem == name.split()[0] and set(name.split()[1:]) <= set(item.fixturenames)]
     return min(fits, default=len(ENGINE_ORDER) - 1)
 
@@ -274,18 +272,3 @@ def pytest_runtest_setup(item):
 
 def pytest_unconfigure():
     gc.unfreeze()  # or Triton's binding would name all that is left as leaks
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Hands out whole files, and the files of each of ENGINE_GROUPS as if they were one."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    groups = {name.split()[0]: group for group, name in ENGINE_ORDER}
-
-    class Files(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return groups.get(Path(file).stem, file)
-
-    return Files(config, log)

@@ -38,7 +38,7 @@ def check_versions(run_file: dict, found: Findings) -> None:
 
 
 def check_sglang(run_file: dict, found: Findings, roles: set) -> str | None:
-    """Its version, of the Python that serves."""
+    """Its version, of the Python that serves; None of one that this project does not know."""
     extract, target = role(run_file, "extract"), Path(str(run_file["target"]))
     python = python_of(extract["command"])
     command = [python, str(ROOT / "patches/sglang_patch.py"), "status"]
@@ -59,8 +59,8 @@ def check_sglang(run_file: dict, found: Findings, roles: set) -> str | None:
     elif "extract" in roles and ": original" in said:
         found.add(said, "role extract", f"run `{' '.join(['python3 patches/sglang_patch.py apply', *command[3:]])}` "
                   "before its server starts (quickstart.sh does it itself)", "warning")
-    version = re.search(r"\bsglang ([\w.+]+) at ", said)
-    return version and version[1]
+    version = re.search(r"(?i)\bsglang (\d+\.\d[\w.+]*)", said)
+    return version[1] if version and "not in versions.json" not in said else None
 
 
 def check_limits(run_file: dict, found: Findings) -> None:
