@@ -131,6 +131,7 @@ def dies_of(server: StandIn, *poison: str):
     def before(name, folder):
         if name in poison:
             time.sleep(0.2)  # others come in
+            server.http.socket.close()  # nobody gets in any more when those who wait are told
             dead.set()
             threading.Thread(target=server.close).start()
         elif not dead.is_set():
