@@ -23,7 +23,7 @@ from train_reference import random_sample, write_hidden_states, write_mapping, w
 from eagle3.checkpoints import checkpoints
 from eagle3 import checked, follow
 from eagle3.follow import Follow, release_steps
-from eagle3.stage import UserError
+from eagle3.stage import UserError, lock_file
 from eagle3.states import HEADER_BYTES, sample_path
 
 train, extract = load_script("04_train"), load_script("03_extract")
@@ -433,7 +433,7 @@ def test_killed_between_a_checkpoint_and_its_release(toy, in_order, tmp_path, mo
         patch.setattr(Follow, "release", killed)
         with pytest.raises(RuntimeError, match="killed"):
             train.main(arguments)
-    gc.collect()  # the lock that the first process would have lost by dying
+    let_go(tmp_path / "bounded")
     assert checkpoints(tmp_path / "followed") and not (tmp_path / "bounded/released.jsonl").read_text()
     done = run_script("04_train", *arguments, env=ENV, timeout=100)
     assert done.returncode == 0 and " resume " in done.stdout, done.stderr
@@ -469,6 +469,19 @@ def spoils(monkeypatch, step: int) -> None:
     monkeypatch.setattr(train.Trainer, "update", spoilt)
 
 
+def let_go(data: Path) -> None:
+    """Until a run that ended in this process has lost its lock: with the last thread that checks samples, and a collection."""
+    path = data / ".follow.lock"
+    for _ in range(300):
+        gc.collect()
+        if not path.exists():
+            return
+        if lock := lock_file(path):
+            return lock.close()
+        time.sleep(0.1)
+    pytest.fail("the run still holds its lock")
+
+
 def stopped(argv: list[str], capsys) -> tuple[int, list[str]]:
     """(exit code, lines) of a run in this process that ends early."""
     capsys.readouterr()
@@ -477,7 +490,7 @@ def stopped(argv: list[str], capsys) -> tuple[int, list[str]]:
         code = 0
     except SystemExit as end:
         code = end.code
-    gc.collect()  # the locks that a process loses as it ends
+    let_go(Path(argv[argv.index("--data-dir") + 1]))
     return code, capsys.readouterr().out.splitlines()
 
 
@@ -545,11 +558,11 @@ def test_a_damaged_checkpoint_behind_which_samples_were_released_is_refused(toy,
     (older, _), (newest, folder) = checkpoints(tmp_path / "output")[-2:]
     shutil.copytree(folder, tmp_path / "copy")
     flip(folder / "training_state/state.safetensors")
-    gc.collect()  # the run that ended above holds its lock until then
+    let_go(tmp_path / "data")
     with pytest.raises(UserError, match=f"checkpoint-{newest} is damaged .*samples were released since the good one of step {older}: they are gone. Put the "
                                         f"damaged one back from a copy, or begin both stages in new folders; --finetune-from .*checkpoint-{older} keeps"):
         train.main(arguments)
-    gc.collect()
+    let_go(tmp_path / "data")
     assert [step for step, _ in checkpoints(tmp_path / "output")] == [older, newest]  # nothing was set aside
     shutil.rmtree(folder)
     (tmp_path / "copy").rename(folder)

@@ -102,6 +102,7 @@ def served_as_predicted(drafter, rows, engine):
     assert prediction["accept_length"] > 1.1, "nothing was accepted: the proof would be empty"
 
 
+@pytest.mark.slow  # half a minute; the same without a server: test_public_drafters.py
 def test_a_drafter_in_a_public_layout_serves_what_step_0_of_its_finetuning_says(run, rows, engine, tmp_path):
     """Shards of model.layers.0.*, int32 d2t, t2d, rope_parameters, no eagle3.json: its map by 02, a run at lr 0 by 04, the doctor by 05."""
     from test_public_drafters import relayout
