@@ -6,7 +6,6 @@ follow each other.
 import contextlib
 import functools
 import gc
-import hashlib
 import importlib.util
 import io
 import json
@@ -230,7 +229,7 @@ STARTS_SGLANG = {"engine", "patched_sglang", "workplace"}  # fixtures: what uses
 ENGINE_ORDER = ["test_benchmark", "test_generate", "test_follow", "test_extract", "test_capture capturing", "test_serving", "test_llama",
                 "test_capture", "test_capture_families", "test_patch"]
 # Of the files without servers: a long one that begins last would run alone
-SLOWEST_FIRST = ["test_train", "test_preflight", "test_train_faults", "test_generate", "test_follow", "test_benchmark_faults", "test_extract_faults"]
+SLOWEST_FIRST = ["test_train", "test_preflight", "test_train_faults", "test_benchmark_faults", "test_extract_faults"]
 
 
 def engine_turn(item) -> int:

@@ -21,7 +21,8 @@ from eagle3.endpoints import read_key, same_folder, split_login
 from eagle3.figures import level_figures, speed_up
 from eagle3.measured import Measured
 from eagle3.report import verdict
-from eagle3.sglang_draft import first_release, loaded, parameter_of, wanted
+from eagle3.drafter_files import first_release
+from eagle3.sglang_draft import loaded, parameter_of, wanted
 from eagle3.stage import UserError, sha256_file
 from paced_server import Paced
 from test_benchmark import HEAD_DIM, HEADS, HIDDEN, answer, make_drafter, patient, units_of  # noqa: F401

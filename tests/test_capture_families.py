@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_runner import load_runner
+
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [3, 4, 5]  # whose ids differ between the rules
 LENGTHS = [3, 17, 29]
@@ -46,18 +48,8 @@ def sglang_side(work: Path) -> None:
 def one_family(target: Path, samples: dict[str, list[int]]) -> None:
     os.environ |= {"EAGLE3_CAPTURE_DIR": str(target / "capture"), "EAGLE3_CAPTURE_LAYERS": ",".join(map(str, LAYERS))}
     import serve
-    from sglang.benchmark import one_batch
     from sglang.srt import eagle3_capture
-    from sglang.srt.server_args import PortArgs, prepare_server_args
-    argv = ["--model-path", str(target), "--tokenizer-path", str(ROOT / "scripts/tiny_kimi"), "--disable-radix-cache"]
-    for flag, value in (serve.DEFAULTS | {"--max-total-tokens": "1024"}).items():
-        argv += [flag] if value is True else [flag, value]
-    server_args = prepare_server_args(argv)
-    server_args.resolve_once()
-    one_batch.publish(server_args, role="scheduler", ranks=one_batch.SpawnRanks(
-        world_rank=one_batch.spawn_world_rank(server_args, tp_rank=0, pp_rank=0), gpu_id=0))
-    one_batch._init_process_global_configs()
-    runner = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)[0].torch_runner
+    one_batch, runner, _ = load_runner(target, serve.DEFAULTS)
     handed = {}
 
     def prefill(run: str) -> None:

@@ -17,23 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_runner import load_runner
+
 ROOT = Path(__file__).resolve().parent.parent
 PREFIXES, STEPS = [3, 17, 29], 4  # tokens of the prefixes drafted after; TTT steps
 LENGTH = 40
 
 
 def sglang_side(work: Path, serve) -> None:
-    from sglang.benchmark import one_batch
-    from sglang.srt.server_args import PortArgs, prepare_server_args
-    argv = ["--model-path", str(work / "draft"), "--tokenizer-path", str(ROOT / "scripts/tiny_kimi"), "--disable-radix-cache"]
-    for flag, value in (serve.DEFAULTS | {"--max-total-tokens": "1024"}).items():
-        argv += [flag] if value is True else [flag, value]
-    server_args = prepare_server_args(argv)
-    server_args.resolve_once()
-    one_batch.publish(server_args, role="scheduler",
-                      ranks=one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(server_args, tp_rank=0, pp_rank=0), gpu_id=0))
-    one_batch._init_process_global_configs()
-    runner = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)[0].torch_runner
+    one_batch, runner, _ = load_runner(work / "draft", serve.DEFAULTS)
     inner = runner.model.model
     data = load_file(work / "input.safetensors")
     inner.embed_tokens.weight.data.copy_(data["embed"])  # as SGLang's worker does with the target's

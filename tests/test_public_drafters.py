@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_runner import load_runner
+
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX, STEPS, LENGTH, VOCAB, HIDDEN = 17, 3, 24, 512, 64
 ROPES = {"llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256},
@@ -28,22 +30,12 @@ def sglang_side(work: Path) -> None:
     sys.path.insert(0, str(ROOT / "scripts/cpu_engine"))
     import serve
     serve.prepare()
-    from sglang.benchmark import one_batch
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.rotary_embedding import get_rope
     from sglang.srt.model_loader import get_model
-    from sglang.srt.server_args import PortArgs, prepare_server_args
     layouts = json.loads((work / "layouts.json").read_text())
-    argv = ["--model-path", str(work / layouts[0]), "--tokenizer-path", str(ROOT / "scripts/tiny_kimi"), "--disable-radix-cache"]
-    for flag, value in (serve.DEFAULTS | {"--max-total-tokens": "1024"}).items():
-        argv += [flag] if value is True else [flag, value]
-    server_args = prepare_server_args(argv)
-    server_args.resolve_once()
-    one_batch.publish(server_args, role="scheduler",
-                      ranks=one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(server_args, tp_rank=0, pp_rank=0), gpu_id=0))
-    one_batch._init_process_global_configs()
-    runner = one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)[0].torch_runner
+    one_batch, runner, server_args = load_runner(work / layouts[0], serve.DEFAULTS)
     data, out = load_file(work / "input.safetensors"), {}
     ids, aux = data["input_ids"], data["aux_hidden_states"]
     for name, given in ROPES.items():

@@ -14,6 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 import torch
 
 from eagle3 import mla, rope
+from eagle3.sglang_draft import is_mla
 from eagle3.stage import UserError
 
 IN_EVERY_LAYER = ("down", "gate_up", "o", "q_hidden", "kv_hidden", "hidden_norm", "post_norm", "o_bias")
@@ -326,7 +327,7 @@ def kind_of(config: dict) -> dict:
     """04's flags for the kind of drafter that a config.json describes."""
     eagle = config.get("eagle_config") or {}
     before = eagle.get("norm_before_fc", config.get("norm_before_fc", False))
-    architecture = "mla" if (config.get("architectures") or [None])[0] == mla.ARCHITECTURE else "llama"
+    architecture = "mla" if is_mla(config) else "llama"
     return {"architecture": architecture, "draft_layers": config.get("num_hidden_layers", 1),
             "fc_norm": bool(config.get("fc_norm")), "norm_before_fc": bool(before),
             "norm_output": bool(config.get("norm_output"))}

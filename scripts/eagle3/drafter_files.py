@@ -236,6 +236,15 @@ def read_drafter(folder: Path, target) -> Stored:
     return Stored(files, about, shape, vocabulary_of(files, shape.vocab), found, notes(files.config, found))
 
 
+def first_release(config: dict) -> str | None:
+    """The first SGLang that computes a drafter of this kind; None where config.json describes no such drafter."""
+    from eagle3.drafter import read_shape, served_from  # here: it imports torch
+    try:
+        return served_from(read_shape(completed(config)))
+    except (KeyError, TypeError, AttributeError, ValueError, UserError):
+        return None
+
+
 def notes(config: dict, found: Loaded) -> list[str]:
     """What is no fault and worth knowing."""
     said = {"its lm_head is the target's (draft_vocab_size null)": takes_targets_head(config),

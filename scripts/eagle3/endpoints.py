@@ -13,12 +13,12 @@ from pathlib import Path
 
 import httpx
 
-from eagle3.drafter_files import weight_files
+from eagle3.drafter_files import first_release, weight_files
 from eagle3.masking import hide, masked, secrets_in
 from eagle3.server_log import check_writable, why_ended
 from eagle3.servers import (NO_ANSWER, ServerGone, call, flag_value, healthy, server_command, start_server,
                             stop_server)
-from eagle3.sglang_draft import first_release, is_known
+from eagle3.sglang_draft import is_known
 from eagle3.stage import UserError, log, sha256_file
 from eagle3.target import version_numbers
 

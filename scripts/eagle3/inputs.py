@@ -15,7 +15,7 @@ from eagle3.drafter_files import Stored, check_layers, differing, read_drafter, 
 from eagle3.journal import read_facts
 from eagle3.mla import Latent, latent_of, read_latent
 from eagle3.recipe import fill_kind, old_config, usual_kv_heads
-from eagle3.rope import rope_scaling
+from eagle3.rope import rope_of, rope_scaling
 from eagle3.sglang_draft import completed
 from eagle3.stage import SCHEMA, UserError, read_json, read_manifest, sha256_file
 from eagle3.states import layer_list
@@ -72,7 +72,6 @@ def draft_shape(args, target: dict, draft_vocab: int, aux_states: int = 3) -> Sh
     begun = ((old_config(args.output_dir) if args.output_dir else None) or {}).get("draft") or {}
     kv_heads = (args.num_kv_heads or begun.get("kv_heads") or old.get("num_key_value_heads")
                 or usual_kv_heads(target, heads))
-    theta = target.get("rope_theta") or (target.get("rope_parameters") or {}).get("rope_theta") or 10000.0
     positions = args.max_position_embeddings or old.get("max_position_embeddings")
     head_dim = args.head_dim or old.get("head_dim") or target.get("v_head_dim") or target.get("head_dim")
     shape = Shape(
@@ -81,7 +80,7 @@ def draft_shape(args, target: dict, draft_vocab: int, aux_states: int = 3) -> Sh
         intermediate=args.intermediate_size or old.get("intermediate_size") or target["intermediate_size"],
         vocab=target["vocab_size"], draft_vocab=draft_vocab,
         rms_norm_eps=old.get("rms_norm_eps") or target.get("rms_norm_eps", 1e-5),
-        rope_theta=float(args.rope_theta or old.get("rope_theta") or theta),
+        rope_theta=float(args.rope_theta or old.get("rope_theta") or rope_of(target)[1]),
         max_positions=positions or target["max_position_embeddings"], layers=args.draft_layers, aux_states=aux_states,
         aux_norm=aux_norm_of(vars(args)), norm_output=args.norm_output, rope_scaling=rope_scaling(old),
         o_bias=not latent and bool(old.get("attention_bias") or old.get("bias")), fc_bias=bool(old.get("bias")))

@@ -16,13 +16,13 @@ Shapes: H hidden, L = q_lora_rank or kv_lora_rank, N = qk_nope_head_dim, P = qk_
 """
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 
+from eagle3.sglang_draft import MLA, MLA_SIZES
 from eagle3.stage import UserError
 
-ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 SERVED_FROM, NORMS_FROM = "0.5.12", "0.5.13"  # the latter: fc_norm and norm_output
 
 
@@ -57,11 +57,10 @@ class Latent:
 
 def latent_of(config: dict, where: str) -> Latent:
     """The sizes in a config.json. where: whose it is. Raises UserError."""
-    names = [field.name for field in fields(Latent)]
-    if missing := [name for name in names if not config.get(name)]:
+    if missing := [name for name in MLA_SIZES if not config.get(name)]:
         raise UserError(f"{where} has no {', '.join(missing)}: an MLA drafter takes these from an MLA target. Train "
                         "with --architecture llama.")
-    return Latent(**{name: config[name] for name in names})
+    return Latent(**{name: config[name] for name in MLA_SIZES})
 
 
 def read_latent(config: dict) -> Latent:
@@ -74,7 +73,7 @@ def read_latent(config: dict) -> Latent:
 
 def config_keys(latent: Latent) -> dict:
     """What config.json says of it, in place of num_key_value_heads and head_dim."""
-    return {"architectures": [ARCHITECTURE], "model_type": "deepseek_v3", **asdict(latent), "rope_interleave": True,
+    return {"architectures": [MLA], "model_type": "deepseek_v3", **asdict(latent), "rope_interleave": True,
             "rope_scaling": None}
 
 

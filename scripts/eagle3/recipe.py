@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from eagle3 import mla
 from eagle3.checkpoints import begun
 from eagle3.drafter import kind_of
 from eagle3.sglang_draft import completed
@@ -18,7 +19,7 @@ from eagle3.target import version_numbers
 BEFORE = {"optimizer": "adamw", "lr": 3e-5, "architecture": "llama", "draft_layers": 1, "fc_norm": False,
           "norm_before_fc": False, "norm_output": False, "loss_on": "response"}
 KIND = ("architecture", "draft_layers", "fc_norm", "norm_before_fc", "norm_output")
-NORMS_FROM = {"llama": (0, 5, 12), "mla": (0, 5, 13)}  # the SGLang release that serves fc_norm and norm_output
+NORMS_FROM = {"llama": "0.5.12", "mla": mla.NORMS_FROM}  # the SGLang release that serves fc_norm and norm_output
 # Best peak rate at width 576 and 8,192 tokens a step, and the power of the width by which it falls: fitted on a real
 # target of width 576 and on made-up ones of 576, 2,048 and 7,168
 RATES = {"adamw": (1.5e-3, 1.3), "muon": (2.0e-3, 1.15)}
@@ -43,7 +44,7 @@ def fill_kind(args, version: str) -> None:
     SGLang that serves it (`version`) knows them.
     """
     old = old_config(args.output_dir) if args.output_dir else None
-    norms = version_numbers(version) >= NORMS_FROM[args.architecture or "llama"]
+    norms = version_numbers(version) >= version_numbers(NORMS_FROM[args.architecture or "llama"])
     kind = {"architecture": "llama", "draft_layers": 1, "fc_norm": norms and not args.norm_before_fc,
             "norm_before_fc": False, "norm_output": norms}
     if args.finetune_from:

@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from eagle3.rope import given_rope, other_rope, rope_of
-from eagle3.stage import UserError
 from eagle3.target import version_numbers
 
 ARCHITECTURE, MLA = "LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"
@@ -80,15 +79,6 @@ def aux_states(config: dict) -> int:
 def takes_targets_head(config: dict) -> bool:
     """Whether SGLang gives it the target's lm_head, whatever lies in its files."""
     return config.get("draft_vocab_size") is None and not config.get("tie_word_embeddings")
-
-
-def first_release(config: dict) -> str | None:
-    """The first SGLang that computes a drafter of this kind; None where config.json describes no such drafter."""
-    from eagle3.drafter import read_shape, served_from  # here: it imports torch
-    try:
-        return served_from(read_shape(completed(config)))
-    except (KeyError, TypeError, AttributeError, ValueError, UserError):
-        return None
 
 
 def ignored(config: dict) -> list[str]:

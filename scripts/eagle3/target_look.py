@@ -11,6 +11,7 @@ from eagle3.findings import Findings, one_line, role, whole
 from eagle3.stage import UserError, read_json
 from eagle3.target import TENSORS, Target, layer_rule, text_config
 from eagle3.tokens import as_ids, load_tokenizer, token_id
+from eagle3.turn_tokens import is_one_id
 
 KIMI_IDS = {"[BOS]": 163584, "[EOS]": 163585, "<|im_end|>": 163586, "<|im_user|>": 163587, "<|im_assistant|>": 163588,
             "<|im_system|>": 163594, "<|tool_calls_section_begin|>": 163595, "<|tool_calls_section_end|>": 163596,
@@ -106,7 +107,7 @@ def check_tokenizer(run_file: dict, found: Findings, config: dict) -> None:
                          + ("" if trust or not kimi else "; Kimi's needs generate.trust-remote-code: true"))
     for name in KIMI_IDS if kimi else named_tokens(run_file):
         at = token_id(tokenizer, name)
-        if at is None or as_ids(tokenizer.encode(name, add_special_tokens=False)) != [at]:
+        if not is_one_id(tokenizer, name):
             found.add(f"{name} is not one id", folder, OTHER_TOKENIZER)
         elif kimi and config.get("vocab_size") == KIMI_VOCABULARY and at != KIMI_IDS[name]:
             found.add(f"{name} is {at}, in Kimi-K2.5 it is {KIMI_IDS[name]}", folder, OTHER_TOKENIZER)

@@ -5,6 +5,7 @@ Ids that an engine emitted are taken as they are. A text API gives none: they ar
 """
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -147,6 +148,7 @@ class Tokens:
                             f"{self.decode(ids[-4:])!r}. Use the other mode, or name the target's --think-tokens.")
         return ids
 
+    @functools.cache  # asked of each answer of a target that never reasons
     def must_reason(self) -> bool:
         """Whether each answer to a prompt of this mode holds reasoning: the prompt opens it, or the switch counts.
 
