@@ -351,8 +351,7 @@ def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict
     del head
     trainer = Trainer(draft, args)
     training = Training(args, process, inputs, plan, trainer, follow)
-    needs = "was not tried with latent attention on a GPU" if draft.shape.latent else "needs a GPU and bfloat16"
-    slow = "" if trainer.ttt.FAST else f" | pass: plain, the slow one (the fused one {needs})"
+    slow = "" if trainer.ttt.FAST else " | pass: plain, the slow one (the fused one needs a GPU and bfloat16)"
     layers = json.dumps(inputs.config_json["eagle_config"])
     say(f"drafter {draft.master.flat.numel() / 1e6:.2f}M trained | {layers}{slow}")
     training.train()

@@ -146,6 +146,25 @@ def test_adamw():
         assert_close(found, wanted.float())
 
 
+def test_muons_momentum_scale_and_step():
+    momentum, gradient, clip = normal(70, 90), normal(70, 90), torch.tensor(0.5, device=DEVICE)
+    kept = momentum.clone()
+    out = kernels.nesterov_(momentum, gradient, clip, 0.95)
+    moved = 0.95 * kept + 0.05 * gradient * clip
+    assert_close(momentum, moved)
+    assert_close(out, 0.05 * gradient * clip + 0.95 * moved)
+
+    scale = torch.tensor([[0.37]], device=DEVICE)
+    assert_close(kernels.scaled(gradient, scale, gradient.dtype), gradient * 0.37)
+    assert_close(kernels.scaled(gradient, scale, torch.float16).float(), gradient * 0.37, 1e-3)
+
+    wide, weight, update = normal(6, 50), normal(6, 30), normal(6, 40)  # rows of each lie apart
+    master, before, update = wide[:, :30], wide.clone(), update[:, :30]
+    kernels.apply_(master, weight, update, 0.1, 0.99)
+    assert_close(wide[:, :30], before[:, :30] * 0.99 - update * 0.1)
+    assert torch.equal(weight, wide[:, :30]) and torch.equal(wide[:, 30:], before[:, 30:])
+
+
 # ---- the whole pass ----
 def flash_forward(q, kv, rows, shape):
     """Plain stand-in for the flash kernel, which a CPU has only in other layouts."""

@@ -334,10 +334,9 @@ class Forecast:
         passes = self.steps(n_train, cut)
         flops = token_flops(self.shape, cut, 1 - a.prompt_share, a.ttt_steps)
         rate = a.train_rate or a.train_efficiency * a.gpu_tflops * 1e12 / flops
-        slower = "; NOT YET: 04 trains mla by the plain pass, which is slower" if self.shape.latent else ""
         self.put("04", "train_rate", rate, f"{rate:,.0f} tok/s a GPU", "--train-rate" if a.train_rate else
                  f"{a.train_efficiency:.3f} x {a.gpu_tflops:,.0f} TFLOP/s / {flops / 1e9:.1f} GFLOP a token "
-                 f"(TTT {a.ttt_steps}){slower}")
+                 f"(TTT {a.ttt_steps})")
         saves = math.ceil(passes) + (self.figures["train_steps"] // a.save_every if a.save_every else 0)
         saves = 0 if a.unpacked else saves
         validating = saves * (a.samples - n_train) * cut / 3

@@ -111,6 +111,13 @@ def nesterov_(momentum, gradient, clip, decay: float):
     return out
 
 
+def scaled(x, scale, dtype):
+    """x * scale in `dtype`; x contiguous, scale float32 of one element."""
+    out = torch.empty_like(x, dtype=dtype)
+    scaled_kernel[(triton.cdiv(x.numel(), 4096),)](x, out, scale, x.numel(), BLOCK=4096, num_warps=8)
+    return out
+
+
 def apply_(master, weight, update, lr: float, keep: float) -> None:
     """Muon's step (see optimizers.apply_). master, weight, update (m, n): rows of each may lie apart."""
     rows, width = master.shape
@@ -347,6 +354,13 @@ def nesterov_kernel(momentum_ptr, grad_ptr, out_ptr, clip_ptr, n, decay, BLOCK: 
     momentum += (grad - momentum) * (1 - decay)
     tl.store(momentum_ptr + at, momentum, inside)
     tl.store(out_ptr + at, grad + (momentum - grad) * decay, inside)
+
+
+@triton.jit
+def scaled_kernel(x_ptr, out_ptr, scale_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    tl.store(out_ptr + at, tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * tl.load(scale_ptr), inside)
 
 
 @triton.jit

@@ -139,6 +139,14 @@ def symmetric_product(a, b, out=None):
     return out
 
 
+def scaled(x, scale, dtype: torch.dtype) -> torch.Tensor:
+    """x * scale in `dtype`; scale of one element, or of one a matrix of x (..., m, n)."""
+    if on_gpu(x) and scale.numel() == 1 and x.is_contiguous():  # torch takes four times as long where it also casts
+        from eagle3 import kernels
+        return kernels.scaled(x, scale, dtype)
+    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
+
+
 def orthogonal_factor(gradient: torch.Tensor) -> torch.Tensor:
     """The matrix nearest to `gradient` (..., m, n) whose singular values are near 1: U V^T of its SVD.
 
@@ -151,12 +159,11 @@ def orthogonal_factor(gradient: torch.Tensor) -> torch.Tensor:
     lacks.
     """
     tall = gradient.shape[-2] > gradient.shape[-1]
-    x = gradient.transpose(-2, -1) if tall else gradient
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=sum_dtype(x)).clamp_min(1e-30)
-    x = x * (x.shape[-2] ** 0.5 / norm)  # rows of length 1, on average: float16 holds them
-    if x.is_cuda:
-        x = x.to(torch.float16)
-    gram, product = symmetric_product(x, x.transpose(-2, -1)), None
+    norm = torch.linalg.vector_norm(gradient, dim=(-2, -1), keepdim=True, dtype=sum_dtype(gradient)).clamp_min(1e-30)
+    rows_of_one = min(gradient.shape[-2:]) ** 0.5 / norm  # on average: float16 holds them
+    x = scaled(gradient, rows_of_one, torch.float16 if gradient.is_cuda else gradient.dtype)
+    turned = x.transpose(-2, -1)
+    gram, product = symmetric_product(turned, x) if tall else symmetric_product(x, turned), None
     size = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True, dtype=sum_dtype(x)).clamp_min(1e-30)
     gram = (gram / size).to(x.dtype)
     for i, (a, b, c) in enumerate(QUINTICS):
@@ -165,8 +172,8 @@ def orthogonal_factor(gradient: torch.Tensor) -> torch.Tensor:
         if i + 1 < len(QUINTICS):
             gram = symmetric_product(symmetric_product(factor, gram), factor)
         product = factor if product is None else symmetric_product(factor, product)
-    x = torch.matmul(product, x) / size.sqrt()
-    return x.transpose(-2, -1) if tall else x
+    x = torch.matmul(x, product) if tall else torch.matmul(product, x)  # symmetric: nothing has to be transposed
+    return scaled(x, size.rsqrt(), gradient.dtype)
 
 
 @torch.no_grad()
@@ -269,7 +276,7 @@ class Muon:
         self.rest.update(grads, clip, lr, step)
         directions = {name: nesterov_(momentum, grads[name], clip) for name, momentum in self.momentum.views.items()}
         directions = muon_matrices(self.draft.shape, directions)
-        turned = {name: directions[name].factor().to(grads.flat.dtype).contiguous()
+        turned = {name: directions[name].factor().contiguous()
                   for name, owner in self.owner.items() if owner == self.rank}
         for name, matrix in self.masters.items():
             update = turned.pop(name) if name in turned else grads.flat.new_empty(matrix.size)

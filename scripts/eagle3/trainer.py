@@ -14,8 +14,6 @@ from eagle3.stage import UserError
 
 def choose_pass(draft: Drafter):
     """The module whose `ttt_pass` trains this drafter: `fused` where it runs, else `ttt`, the slow definition."""
-    if draft.shape.latent:  # not yet: fused, it was held to ttt.py by tests on a CPU alone, and never ran on a GPU
-        return ttt  # (when this goes: forecast.py's `slower`, and the message in 04's `train`)
     return fused if fused.runs(draft) else ttt
 
 
