@@ -57,6 +57,7 @@ class Case:
     optimizer: str = "adamw"
     kind: tuple = ()  # of drafter: items of Shape
     architecture: str = "llama"
+    length: int = 0  # of the one sample of a batch (0: two of the longest)
 
 
 CASES = {
@@ -65,6 +66,11 @@ CASES = {
     "ttt7": Case("2 samples of 4096, all loss, TTT 7, 64 KV heads", 64, 7, 14000, "7.2k (T 2048)"),
     "mix": Case("real mix, TTT 3, 64 KV heads", 64, 3, 40000, "under 13.9k unpacked, about 21k packed"),
     "files": Case("the mix from files through the loader", 64, 3),
+    "t8k": Case("1 sample of 8,192, all loss, TTT 3, 64 KV heads", 64, 3, length=8192),
+    "t16k": Case("1 sample of 16,384", 64, 3, length=16384),
+    "t32k": Case("1 sample of 32,768", 64, 3, length=32768),
+    "t32k-ttt7": Case("1 sample of 32,768, TTT 7", 64, 7, length=32768),
+    "t32k-8": Case("1 sample of 32,768, 8 KV heads", 8, 3, length=32768),
     "t4096-8": Case("t4096 with 8 KV heads", 8, 3),
     "mix-8": Case("mix with 8 KV heads", 8, 3),
     "muon": Case("t4096-8 with Muon", 8, 3, optimizer="muon"),
@@ -110,7 +116,7 @@ def make_drafter(shape, device, dtype):
     embed, head = (torch.randn(rows, shape.hidden, device=device, dtype=dtype) * scale
                    for rows in (shape.vocab, shape.draft_vocab))
     draft_ids = torch.arange(shape.draft_vocab, device=device) * (shape.vocab // shape.draft_vocab)
-    draft = Drafter(shape, dtype, device, embed, head, draft_ids, 4200)
+    draft = Drafter(shape, dtype, device, embed, head, draft_ids, 33000)
     draft.initialise(0)
     return draft
 
@@ -156,10 +162,13 @@ def timed(trainer, batches, counts, warm_up: int, repeats: int) -> list[float]:
     return clock.steps()
 
 
+BALLAST = 0.0  # GiB taken so that this GPU is as small as --gpu-memory
+
+
 def report(name: str, tokens: int, seconds: float, flops: float, peak_tflops: float, extra="", world=1) -> float:
     case = CASES[name]
     rate, floor = tokens / seconds, tokens / (flops / peak_tflops / 1e12)
-    memory = torch.cuda.max_memory_allocated() / 2 ** 30 if torch.cuda.is_available() else 0
+    memory = torch.cuda.max_memory_allocated() / 2 ** 30 - BALLAST if torch.cuda.is_available() else 0
     peers = f" | peers {case.peers}" if case.peers else ""
     print(f"{name:9} | {rate:9,.0f} tok/s | floor {floor:9,.0f} | {rate / floor:4.0%} of it | "
           f"{flops / seconds / 1e12:5.0f} TFLOP/s | MFU {flops / seconds / 989e12 / world:4.0%} | "
@@ -348,8 +357,9 @@ class Bench:
         case, args, world = CASES[name], self.args, self.world
         trainer = self.trainer(case)
         shape = trainer.draft.shape
+        lengths = [min(case.length, 8 * self.longest)] if case.length else [self.longest] * 2
         batches = self.mix(shape, case, self.device) if name.endswith(("mix", "mix-8")) else [
-            random_batch(shape, [self.longest] * 2, [0] * 2, case.steps, self.device, self.dtype)]
+            random_batch(shape, lengths, [0] * len(lengths), case.steps, self.device, self.dtype)]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -388,6 +398,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--architecture", choices=CHECKED, default="llama")
     parser.add_argument("--size", choices=SIZES, default="kimi", help="toy: seconds on a CPU, to try the script itself")
     parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="as on a smaller GPU: the rest is taken first")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--peak", type=float, help="TFLOP/s of the floor (default: measured)")
     parser.add_argument("--files", type=Path, help="folder for the samples of `files` (default: a temporary one)")
@@ -417,6 +428,10 @@ def main() -> None:
     good = check(args.architecture, device)
     if args.check_only:
         sys.exit(0 if good else 1)
+    if args.gpu_memory and device.type == "cuda":
+        global BALLAST
+        BALLAST = max(0.0, torch.cuda.mem_get_info()[0] / 2 ** 30 - args.gpu_memory)
+        taken = torch.empty(int(BALLAST * 2 ** 30), dtype=torch.uint8, device=device)  # noqa: F841
     bench = Bench(args, device, dtype, world)
     for name in args.cases:
         bench.files() if name == "files" else bench.steps(name)

@@ -67,6 +67,21 @@ def finish(grads, draft) -> None:
         grads[norm].copy_(total)
 
 
+def spares(shape, batch, steps: int) -> bool:
+    """Whether the backward must compute the MLP's inner rows (3I + H of a row's numbers) once more: they would not fit.
+
+    Counted: what a row keeps of each TTT step and of all, and its largest gradients, with a fifth more for the
+    allocator. A pack of 8,192 tokens needs 12 GB, a sample of 32,768 four times that.
+    """
+    if not batch.aux.is_cuda:
+        return False
+    kept = 5 * shape.hidden + 2 * shape.heads * shape.head_dim + 3 * shape.intermediate  # of a layer in a step
+    once = shape.draft_vocab + 4 * shape.key_columns * steps + 5 * shape.intermediate + 8 * shape.hidden
+    wanted = 1.2 * batch.aux.element_size() * len(batch.mask) * (kept * steps * shape.layers + once)
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return wanted > free
+
+
 # ---- shifts and attention ----
 def padded(x, rows: int):
     """x with `rows` rows of zeros behind it: step k reads from row k on."""
@@ -151,6 +166,7 @@ class FusedPass:
         self.query_rows = Rows(batch.cu_q, batch.cu_k, batch.max_q, batch.max_k)
         self.all_rows = Rows(batch.cu_k, batch.cu_k, batch.max_k, batch.max_k)
         self.heads = (LatentHeads if self.shape.latent else PlainHeads)(kernels, draft, grads)
+        self.spare = bool(grads) and spares(self.shape, batch, self.K)
         columns = 2 * self.shape.key_columns
         self.layers = [Layer(f".{i}" if i else "", tensors, batch.aux.new_empty(self.K - 1, self.R, columns))
                        for i, tensors in enumerate(layer_weights(self.shape, self.w.views))]
@@ -234,12 +250,19 @@ class FusedPass:
             ops.merge_diagonal(step.q, layer.diagonal[:k], step.out, step.lse, shape)
         # The residual is the raw hidden state
         step.middle = torch.addmm(step.hidden, self.heads.attended(step.out), w["o"].t())
-        step.mlp_in, step.mlp_scale = ops.rms_norm(step.middle, w["post_norm"], shape.rms_norm_eps)
-        step.gate_up = step.mlp_in @ w["gate_up"].t()
-        step.activated = ops.swiglu(step.gate_up)
+        self.mlp(w, step)
         if self.grads:
             layer.steps.append(step)
-        return torch.addmm(step.middle, step.activated, w["down"].t())
+        out = torch.addmm(step.middle, step.activated, w["down"].t())
+        if self.spare:
+            step.mlp_in = step.gate_up = step.activated = None
+        return out
+
+    def mlp(self, w, step: LayerStep) -> None:
+        """Up to the product that ends it."""
+        step.mlp_in, step.mlp_scale = self.ops.rms_norm(step.middle, w["post_norm"], self.shape.rms_norm_eps)
+        step.gate_up = step.mlp_in @ w["gate_up"].t()
+        step.activated = self.ops.swiglu(step.gate_up)
 
     def head_step(self, k: int, normed, target, tally) -> torch.Tensor | None:
         """Loss of step k in chunks of rows. normed (R, H); returns the gradient of normed and adds lm_head's."""
@@ -293,6 +316,8 @@ class FusedPass:
         """From the gradient of a layer's output in step k to that of its input; d_next (C or R, H)."""
         grads, w, ops, step = self.grads, layer.weights, self.ops, layer.steps.pop()
         name = {part: part + layer.suffix for part in IN_EVERY_LAYER}
+        if self.spare:
+            self.mlp(w, step)
         grads.add(name["down"], d_next, step.activated)
         d_gate_up = ops.swiglu_backward(d_next @ w["down"], step.gate_up)
         grads.add(name["gate_up"], d_gate_up, step.mlp_in)
