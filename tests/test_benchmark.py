@@ -24,7 +24,7 @@ from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, po
 from eagle3 import load
 from eagle3.bench_prompts import all_rows, load_prompts, prompts_of_training
 from eagle3.doctor import Facts, diagnose
-from eagle3.endpoints import contact, flush_cache, probe_difference, sweep_variants
+from eagle3.endpoints import contact, flush_cache, probe_difference
 from eagle3.figures import (CONTEXT_BUCKETS, acceptance, beyond_answer, context_bucket, first_difference, gaps_of,
                             level_figures, prediction_check, same_text, speed_up)
 from eagle3.measured import Measured
@@ -32,6 +32,7 @@ from eagle3.report import level_remarks, verdict
 from eagle3.servers import ServerGone, healthy
 from eagle3.stage import UserError, read_manifest, sha256_file
 from eagle3.target import Target
+from eagle3.variants import sweep_variants
 
 bench = load_script("05_benchmark")
 HIDDEN, HEAD_DIM, HEADS, DRAFT_VOCAB = 256, 32, 4, 64

@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, run_here, run_script
 from eagle3 import bench_flags, binding, masking, plots, stage
 from eagle3.doctor import Facts, examine
-from eagle3.endpoints import read_key, same_folder, split_login
+from eagle3.endpoints import read_key, split_login
 from eagle3.figures import level_figures, speed_up
 from eagle3.measured import Measured
 from eagle3.report import verdict
 from eagle3.drafter_files import first_release
 from eagle3.sglang_draft import loaded, parameter_of, wanted
 from eagle3.stage import UserError, sha256_file
+from eagle3.variants import same_folder
 from paced_server import Paced
 from test_benchmark import HEAD_DIM, HEADS, HIDDEN, answer, make_drafter, patient, units_of  # noqa: F401
 

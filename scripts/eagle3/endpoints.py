@@ -13,14 +13,15 @@ from pathlib import Path
 
 import httpx
 
-from eagle3.drafter_files import first_release, weight_files
+from eagle3.drafter_files import first_release
 from eagle3.masking import hide, masked, secrets_in
 from eagle3.server_log import check_writable, why_ended
 from eagle3.servers import (NO_ANSWER, ServerGone, call, flag_value, healthy, server_command, start_server,
                             stop_server)
 from eagle3.sglang_draft import is_known
-from eagle3.stage import UserError, log, sha256_file
+from eagle3.stage import UserError, log
 from eagle3.target import version_numbers
+from eagle3.variants import drafter_hashes
 
 SERVER_KEYS = ["version", "model_path", "dtype", "quantization", "kv_cache_dtype", "tp_size", "attention_backend",
                "context_length", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
@@ -73,61 +74,6 @@ def split_login(flag: str, url: str | None) -> tuple[str | None, str | None]:
     header = base64.b64encode(urllib.parse.unquote(login).encode()).decode()
     hide(header)
     return plain, f"Basic {header}" if login else None
-
-
-# ---- drafters ----
-def drafter_hashes(folder: Path) -> dict[str, str]:
-    """What a drafter's figures hang on; one trained further differs in nothing but the bytes of its weights."""
-    files = [folder / "config.json", *weight_files(folder)]
-    try:
-        return {path.name: sha256_file(path) for path in files if path.is_file()}
-    except OSError as error:
-        raise UserError(f"{error.filename}: not readable ({error.strerror}).") from None
-
-
-def same_folder(one: str, other: str) -> bool:
-    """Whether two names of a model mean one: by what lies there, where both are here, not by how they are spelled."""
-    here = [Path(name) for name in (one, other) if (Path(name) / "config.json").is_file()]
-    if one == other or len(here) < 2:
-        return one == other
-    return here[0].resolve() == here[1].resolve() or drafter_hashes(here[0]) == drafter_hashes(here[1])
-
-
-def sweep_variants(grid: list[str]) -> dict[str, dict]:
-    """{variant: its server's flags} of --sweep-grid. Raises UserError."""
-    variants = {}
-    for point in grid:
-        try:
-            steps, topk, drafts = map(int, point.split(","))
-        except ValueError:
-            raise UserError(f"--sweep-grid: {point!r} is not STEPS,TOPK,DRAFTS, as in 3,1,4.") from None
-        most = steps + 1 if topk == 1 else 1 + topk + (steps - 1) * topk * topk
-        if min(steps, topk) < 1 or not 2 <= drafts <= most or topk == 1 and drafts != most:
-            raise UserError(f"--sweep-grid: {point}: DRAFTS must be {'' if topk == 1 else 'at most '}{most} "
-                            "for these STEPS and TOPK.")
-        variants[f"steps{steps}-topk{topk}-drafts{drafts}"] = {
-            "speculative-num-steps": steps, "speculative-eagle-topk": topk, "speculative-num-draft-tokens": drafts}
-    return variants
-
-
-def read_provenance(draft_path: Path | None, with_weights: bool) -> dict:
-    """eagle3.json of the drafter; {} without one. Raises UserError when --draft-path holds no drafter."""
-    if not draft_path:
-        return {}
-    if not (draft_path / "config.json").is_file():
-        raise UserError(f"--draft-path: {draft_path} holds no config.json. "
-                        "Name a folder that 04_train.py exported (output/best).")
-    if with_weights and not weight_files(draft_path):
-        raise UserError(f"--doctor: {draft_path} holds no weights (*.safetensors, *.bin).")
-    path = draft_path / "eagle3.json"
-    try:
-        found = [json.loads(file.read_text()) for file in (draft_path / "config.json", path) if file.exists()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--draft-path: config.json or eagle3.json in {draft_path} is not readable as JSON "
-                        f"({error}).") from None
-    if not all(isinstance(part, dict) for part in found):
-        raise UserError(f"--draft-path: config.json or eagle3.json in {draft_path} is no JSON object.")
-    return found[1] if len(found) > 1 else {}
 
 
 class Endpoints:

@@ -1,0 +1,181 @@
+"""How a benchmark goes: which units there are, in which order, and how each is measured, once."""
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+
+from eagle3 import bench_flags
+from eagle3.endpoints import Endpoints, contact, flush_cache, probe_difference
+from eagle3.figures import difference_key, level_figures, same_text
+from eagle3.load import Connection, Power, run_unit
+from eagle3.measured import Measured
+from eagle3.servers import ServerGone
+from eagle3.stage import UserError, log
+from eagle3.variants import same_folder
+
+MAX_PROBES = 200
+FOLDERS = ("model_path", "speculative_draft_model_path")  # of what a server tells
+
+
+@dataclass(frozen=True)
+class Unit:
+    """All prompts once, of one variant at one level."""
+    variant: str
+    level: int
+    repeat: int
+
+    def __str__(self) -> str:
+        return f"{self.variant} c{self.level} r{self.repeat}"
+
+
+@dataclass
+class Benchmark:
+    """What is measured, and where; the rest is filled in as it becomes known."""
+    args: argparse.Namespace
+    endpoints: Endpoints
+    variants: list[str]
+    provenance: dict  # the drafter's eagle3.json
+    config: dict  # flag: value
+    prompts: list[dict] = field(default_factory=list)
+    inputs: dict[str, str] = field(default_factory=dict)  # hashes
+    planned: list[Unit] = field(default_factory=list)
+    repeats: int = 1
+    measured: Measured | None = None
+    met: str | None = None  # the variant whose server has been looked at
+    unable: dict[str, str] = field(default_factory=dict)  # sweep points that were left out, and why
+
+    @property
+    def report_path(self) -> Path:
+        return self.args.output_dir / "report.md"
+
+    def unfinished(self) -> list[Unit]:
+        finished = {Unit(unit["variant"], unit["level"], unit["repeat"]) for unit in self.measured.units}
+        return [unit for unit in self.planned if unit not in finished]
+
+    def unmet(self) -> list[str]:
+        """Variants of whose server nothing is known: its line was damaged."""
+        return [variant for variant in dict.fromkeys(unit["variant"] for unit in self.measured.units)
+                if variant not in self.measured.servers]
+
+
+# ---- the order ----
+def plan(bench: Benchmark, complete: bool) -> None:
+    """The order of the units. Each repeat turns the variants round, so that a drift of the machine hits both.
+
+    complete: a finished report is asked for more only by more --repeats.
+    """
+    args = bench.args
+    few = args.sweep or args.doctor
+    bench.repeats = args.repeats or (bench_flags.REPEATS_OF_SWEEP if few else bench_flags.REPEATS)
+    if complete and not args.repeats:
+        bench.repeats = 1 + max((unit["repeat"] for unit in bench.measured.units), default=0)
+    bench.config["repeats"] = bench.repeats
+    bench.planned = [Unit(variant, level, repeat) for repeat in range(bench.repeats)
+                     for variant in (bench.variants if repeat % 2 == 0 else reversed(bench.variants))
+                     for level in args.concurrency]
+
+
+# ---- unit by unit ----
+def measure(bench: Benchmark, after_unit: Callable[[Benchmark], object]) -> None:
+    """All units that are not finished; after each `after_unit(bench)`. Raises UserError, ServerGone."""
+    for unit in bench.unfinished():
+        if unit.variant in bench.unable:
+            continue
+        try:
+            url = bench.endpoints.use(unit.variant)
+        except UserError as error:
+            leave_out(bench, unit.variant, error)
+            continue
+        meet(bench, unit.variant, url)
+        try:
+            measure_unit(bench, unit, url)
+            after_unit(bench)
+        except ServerGone as error:
+            leave_out(bench, unit.variant, ServerGone(f"{error}{bench.endpoints.reason()}"))
+    for variant in bench.unmet():
+        meet(bench, variant, bench.endpoints.use(variant))
+
+
+def leave_out(bench: Benchmark, variant: str, error: Exception) -> None:
+    """Go on without a point of --sweep whose server does not start or dies.
+
+    Raises `error` for any other variant, and where no point has been measured yet: then the cause is not the point.
+    """
+    if not bench.args.sweep or variant == "plain" or all(unit["variant"] == "plain" for unit in bench.measured.units):
+        raise error
+    log(f"note: {variant} is left out: {error}")
+    bench.unable[variant] = str(error)
+    bench.endpoints.close()
+
+
+def meet(bench: Benchmark, variant: str, url: str) -> None:
+    """Look at a server before the first unit there: is it the one it should be, and was? Raises UserError."""
+    if variant == bench.met:
+        return
+    bench.met, servers = variant, bench.measured.servers
+    info = contact(url, variant, bench.endpoints.headers, bench.args.draft_path, bench.provenance)
+    for name, known in servers.items():
+        if Path(known["model_path"]).name != Path(info["model_path"]).name:
+            raise UserError(f"{bench.endpoints}: serves {info['model_path']}, {name} {known['model_path']}: "
+                            "not one target.")
+    before = servers.get(variant, info)
+    differs = sorted(key for key in info if before.get(key) != info[key] and not (
+        key in FOLDERS and before.get(key) and info[key] and same_folder(before[key], info[key])))
+    if differs:
+        raise UserError(f"{bench.endpoints}: other {', '.join(differs)} than in {bench.measured.path}. "
+                        "Start it as it was, or use another --output-dir.")
+    bench.measured.add_server(variant, info)
+    log(f"{variant} at {url} | " + " | ".join(f"{key} {value}" for key, value in info.items() if value is not None))
+
+
+def measure_unit(bench: Benchmark, unit: Unit, url: str) -> None:
+    """Warm up, empty the cache, measure. Raises UserError, ServerGone."""
+    args, prompts, info = bench.args, bench.prompts, bench.measured.servers[unit.variant]
+    sampling = {"max_new_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p,
+                "ignore_eos": args.fixed_length}
+    connection = Connection(url, bench.endpoints.headers, bool(info["incremental_streaming_output"]),
+                            args.request_timeout, bench.endpoints)
+    power = Power(url)
+    if args.warmup:
+        short = {**sampling, "max_new_tokens": min(16, args.max_tokens)}
+        asyncio.run(run_unit(connection, prompts[:args.warmup], unit.level, short, f"{unit} warm-up"))
+    flush_cache(url, bench.endpoints.headers)
+    with power:
+        requests, wall = asyncio.run(run_unit(connection, prompts, unit.level, sampling, str(unit)))
+    if all("error" in request for request in requests):
+        raise UserError(f"{bench.endpoints}: all {len(requests)} requests of {unit} failed; the first with "
+                        f"{requests[0]['error']}: {' '.join(requests[0]['message'].split())}")
+    bench.measured.add_unit({"variant": unit.variant, "level": unit.level, "repeat": unit.repeat},
+                            {"wall_s": wall, "watts": power.watts}, requests)
+    figures = level_figures([bench.measured.units[-1]])
+    accept = figures["accept"]
+    spoken = f"{figures['tok_s']:,.1f} tok/s | ttft p50 {figures['ttft_s']['p50'] * 1000:.0f} ms" \
+        if figures["tok_s"] else "no token came back"
+    log(f"{unit} finished | {spoken}"
+        + (f" | accept_length {accept['accept_length']:.3f}" if accept else "")
+        + f" | failed {sum(figures['failed'].values())} | {wall:.1f} s")
+    if unit.variant != "plain" and not accept:
+        log(f"note: the answers of SGLang {info['version']} carry no speculative counts: no accept_length")
+
+
+# ---- where greedy answers part: a near-tie or a fault ----
+def probe_differences(bench: Benchmark) -> None:
+    """Ask a server for the target's own log-probabilities of the two tokens. Raises UserError, ServerGone."""
+    measured, about = bench.measured, {prompt["id"]: prompt for prompt in bench.prompts}
+    pairs = [(unit, plain) for plain in measured.units if plain["variant"] == "plain" and bench.args.temperature == 0
+             for unit in measured.units if unit["variant"] != "plain" and unit["level"] == plain["level"]]
+    for unit, plain in pairs:
+        answers = {record["id"]: record for record in plain["requests"]}
+        for difference in same_text([plain], [unit])["differences"]:
+            key = difference_key(difference)
+            if key in measured.probes or len(measured.probes) >= MAX_PROBES:
+                continue
+            url = bench.endpoints.use(bench.endpoints.variant or "plain")  # any server will do: take the one that runs
+            near_tie = 1e-3 if measured.servers["plain"].get("dtype") == "float32" else 0.25
+            common = answers[difference["id"]]["output_ids"][:difference["position"]]
+            context = about[difference["id"]]["prompt_ids"] + common
+            measured.add_probe(key, probe_difference(url, bench.endpoints.headers, context, difference["tokens"],
+                                                     near_tie))
