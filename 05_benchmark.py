@@ -42,7 +42,7 @@ from eagle3.report import build_report, figures_table, prediction_sentence, repo
 from eagle3.servers import ServerGone, command_line  # noqa: E402
 from eagle3.stage import (log, open_stage, parse_args, read_json, read_manifest, read_run_file,  # noqa: E402
                           run, write_atomic, write_manifest)
-from eagle3.variants import drafter_hashes, read_provenance, sweep_variants  # noqa: E402
+from eagle3.variants import drafter_hashes, drafter_variants, flags_of_drafters, sweep_variants  # noqa: E402
 
 STAGE = "05_benchmark"
 UNTOLD = {"base-url", "baseline-url", "api-key-env", "launch-timeout", "request-timeout", "usd-per-hour", "run-dir",
@@ -61,8 +61,9 @@ def choose_tokenizer(bench: Benchmark) -> str:
         return args.tokenizer
     if args.launch:
         return endpoints.flag(bench.variants[0], "--model-path")
-    url = endpoints.use("speculative")
-    return contact(url, "speculative", endpoints.headers, args.draft_path, bench.provenance)["model_path"]
+    variant = bench.variants[-1]
+    url = endpoints.use(variant)
+    return contact(url, variant, endpoints.headers, bench.drafter(variant))["model_path"]
 
 
 def hashes_of(bench: Benchmark) -> dict[str, str]:
@@ -70,8 +71,11 @@ def hashes_of(bench: Benchmark) -> dict[str, str]:
     def digest(value) -> str:
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
-    drafter = drafter_hashes(bench.args.draft_path) if bench.args.draft_path else {}
-    return {"prompts": digest(bench.prompts), "prediction": digest(bench.provenance), **drafter}
+    found = {"prompts": digest(bench.prompts)}
+    for variant, drafter in (bench.drafters or {"": bench.drafter("")}).items():
+        hashes = {"prediction": digest(drafter.about), **(drafter_hashes(drafter.folder) if drafter.folder else {})}
+        found |= hashes if len(bench.drafters) < 2 else {f"{variant}/{name}": value for name, value in hashes.items()}
+    return found
 
 
 def prepare(bench: Benchmark) -> None:
@@ -97,7 +101,8 @@ def prepare(bench: Benchmark) -> None:
 def write_report(bench: Benchmark, plots: bool) -> dict:
     """report.json and report.md of what has been measured so far."""
     args, out = bench.args, bench.args.output_dir
-    found = build_report(bench.measured, bench.prompts, bench.provenance.get("prediction"), bench.config)
+    predictions = {variant: bench.drafter(variant).prediction for variant in bench.variants}
+    found = build_report(bench.measured, bench.prompts, predictions, bench.config)
     found |= {"units_planned": len(bench.planned), "units_done": len(bench.measured.units)}
     if args.sweep:
         found["left_out"] = bench.unable
@@ -127,7 +132,8 @@ def examine_drafter(bench: Benchmark, found: dict[str, dict]) -> dict:
         length = endpoints.flag(last, "--context-length")
         server = {"model_path": endpoints.flag(last, "--model-path"),
                   "context_length": int(length) if length.isdigit() else None}
-    facts = Facts(bench.args.draft_path, bench.provenance, server, bench.args.run_dir, bench.prompts)
+    drafter = bench.drafter(variant)
+    facts = Facts(drafter.folder, drafter.about, server, bench.args.run_dir, bench.prompts)
     return diagnose(facts, about.get("accept"), about.get("prediction"))
 
 
@@ -170,9 +176,9 @@ def finish(bench: Benchmark) -> None:
 def measure_and_report(bench: Benchmark) -> None:
     args, out = bench.args, bench.args.output_dir
     tokenizer = choose_tokenizer(bench)
-    bench.endpoints.check_drafter()
+    bench.endpoints.check_drafter(bench.drafters)
     bench.prompts = load_prompts(args, tokenizer)
-    check_ids(bench.prompts, [args.draft_path, tokenizer])
+    check_ids(bench.prompts, [*args.draft_path, tokenizer])
     bench.inputs = hashes_of(bench)
     begun_with = binding.bound(bench.config, bench.inputs, bench.endpoints.servers if args.launch else None)
     with open_stage(out, begun_with, bench_flags.MAY_CHANGE, lambda old: binding.renewed(old, out)):
@@ -209,16 +215,16 @@ def main(argv: list[str]) -> int | None:
     args = parse_args(build_parser(), "benchmark", argv)
     bench_flags.check_args(args)
     document = read_run_file(args.config) if args.config else {}
-    provenance = read_provenance(args.draft_path, args.doctor)
+    drafters = drafter_variants(args.draft_path, args.doctor)
     args.run_dir = args.run_dir or (Path(document["run_dir"]) if document.get("run_dir") else None)
     if args.doctor and not args.prompts and not args.dataset and args.run_dir:
         prompts_of_training(args)
     variants = {"plain": {}} if args.launch or args.baseline_url else {}
-    variants |= sweep_variants(args.sweep_grid) if args.sweep else {"speculative": {}}
+    variants |= sweep_variants(args.sweep_grid) if args.sweep else flags_of_drafters(drafters)
     endpoints = Endpoints(args, document, variants)  # takes the logins out of the URLs
     config = json.loads(json.dumps({key.replace("_", "-"): value for key, value in vars(args).items()}, default=str))
     try:
-        measure_and_report(Benchmark(args, endpoints, list(variants), provenance, masked(config)))
+        measure_and_report(Benchmark(args, endpoints, list(variants), drafters, masked(config)))
     except (ServerGone, OSError) as error:
         why = str(error) if isinstance(error, ServerGone) else (
             f"{error.filename or args.output_dir}: {error.strerror or error}. What was measured stays; the same "

@@ -32,7 +32,7 @@ from eagle3.report import level_remarks, verdict
 from eagle3.servers import ServerGone, healthy
 from eagle3.stage import UserError, read_manifest, sha256_file
 from eagle3.target import Target
-from eagle3.variants import sweep_variants
+from eagle3.variants import DraftFolder, sweep_variants
 
 bench = load_script("05_benchmark")
 HIDDEN, HEAD_DIM, HEADS, DRAFT_VOCAB = 256, 32, 4, 64
@@ -319,7 +319,7 @@ def test_the_doctor_of_a_drafter_without_validation_samples_asks_some_it_was_tra
         json.dumps({"id": f"p{i}", "source": "chat", "prompt_ids": [1]}) + "\n" for i in range(100)))
     for ids, wanted in (([], [f"p{i}" for i in range(64)]), (["p70", "p3"], ["p3", "p70"])):
         (tmp_path / "output/val_ids.json").write_text(json.dumps({"ids": ids}))
-        args = prompt_args(run_dir=tmp_path, draft_path=tmp_path / "output/best")
+        args = prompt_args(run_dir=tmp_path, draft_path=[tmp_path / "output/best"])
         prompts_of_training(args)
         assert [prompt["id"] for prompt in load_prompts(args, "")] == wanted
     record = {"id": "p3", "spec": {"verify_steps": 3, "correct_drafts": 2, "histogram": [1, 2]}, "completion_tokens": 6}
@@ -476,18 +476,19 @@ def test_only_an_sglang_with_this_drafter_will_do(tmp_path):
     for body in (b"<html>", b"[1]", b'{"model": "other"}'):
         Info.body = body
         with pytest.raises(UserError, match="not as SGLang does"):
-            contact(url, "plain", {}, None, {})
+            contact(url, "plain", {}, DraftFolder(None))
     ours, copy, later = (make_drafter(tmp_path / name, range(9)) for name in ("ours", "copy", "later"))
     weights = later / "model.safetensors"
     save_file({**load_file(weights), "norm.weight": torch.full([HIDDEN], 2.0)}, weights)  # of the same size
+    named = DraftFolder(ours, {"target": TINY_KIMI.name})
     for served, fits in ((ours, True), (copy, True), (later, False)):
         Info.body = json.dumps({"model_path": str(TINY_KIMI), "speculative_algorithm": "EAGLE3",
                                 "speculative_draft_model_path": str(served)}).encode()
         if fits:
-            assert contact(url, "speculative", {}, ours, {"target": TINY_KIMI.name})["model_path"] == str(TINY_KIMI)
+            assert contact(url, "speculative", {}, named)["model_path"] == str(TINY_KIMI)
         else:
             with pytest.raises(UserError, match="which is not --draft-path"):
-                contact(url, "speculative", {}, ours, {"target": TINY_KIMI.name})
+                contact(url, "speculative", {}, named)
     server.shutdown()
     server.server_close()
 

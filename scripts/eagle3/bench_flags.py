@@ -24,12 +24,14 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--base-url", metavar="URL", help="running server with EAGLE3")
+    add("--base-url", nargs="+", default=[], metavar="URL",
+        help="running server with EAGLE3; of several drafters one each, in their order")
     add("--baseline-url", metavar="URL", help="running server without speculation")
     add("--launch", action="store_true",
         help="start the roles `plain` and `speculative` of --config one after the other, and stop them")
-    add("--draft-path", type=Path, metavar="DIR",
-        help="the drafter that is served (its eagle3.json holds training's prediction)")
+    add("--draft-path", type=Path, nargs="+", default=[], metavar="DIR",
+        help="the drafter that is served (its eagle3.json holds training's prediction); several: all in one report, "
+             "with their differences to the first")
     add_prompt_flags(add)
     add("--concurrency", nargs="+", type=int, default=[1, 8, 64], metavar="N")
     add("--max-tokens", type=int, default=512, metavar="N")
@@ -79,6 +81,11 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError("--doctor examines a drafter: name it with --draft-path.")
     if args.sweep and not args.launch:
         raise UserError("--sweep restarts the server with other flags, so it needs --launch.")
+    if len(args.draft_path) > 1 and (args.sweep or args.doctor):
+        raise UserError("--sweep and --doctor take one drafter: name one with --draft-path.")
+    if not args.launch and len(args.base_url) != max(1, len(args.draft_path)):
+        raise UserError(f"--base-url: {len(args.base_url)} servers for {len(args.draft_path)} drafters. Name a server "
+                        "for each --draft-path, in their order.")
     repeats = 1 if args.repeats is None else args.repeats
     if min(args.concurrency) < 1 or args.max_tokens < 1 or repeats < 1 or args.warmup < 0:
         raise UserError("--concurrency, --max-tokens and --repeats must be at least 1, --warmup at least 0.")

@@ -95,8 +95,9 @@ def prompts_of_training(args: argparse.Namespace) -> None:
 
     Where training validated on none (04's --val-ratio 0), or is another's (no eagle3.json): some of the run's.
     """
-    args.prompts, held_out = [args.run_dir / "responses"], args.draft_path.parent / "val_ids.json"
-    ours = held_out.exists() or (args.draft_path / "eagle3.json").exists()
+    drafter = args.draft_path[0]
+    args.prompts, held_out = [args.run_dir / "responses"], drafter.parent / "val_ids.json"
+    ours = held_out.exists() or (drafter / "eagle3.json").exists()
     args.ids = args.ids or (held_out if ours else None)
     if not args.ids or not read_ids(args.ids):
         args.ids, args.limit = None, args.limit or WITHOUT_VALIDATION

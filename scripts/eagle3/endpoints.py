@@ -21,7 +21,7 @@ from eagle3.servers import (NO_ANSWER, ServerGone, call, flag_value, healthy, se
 from eagle3.sglang_draft import is_known
 from eagle3.stage import UserError, log
 from eagle3.target import version_numbers
-from eagle3.variants import drafter_hashes
+from eagle3.variants import DraftFolder, drafter_hashes
 
 SERVER_KEYS = ["version", "model_path", "dtype", "quantization", "kv_cache_dtype", "tp_size", "attention_backend",
                "context_length", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
@@ -89,17 +89,18 @@ class Endpoints:
         self.process = self.variant = self.url = self.log = None
         self.logs = Path(document["run_dir"]) / "logs" if document.get("run_dir") else args.output_dir
         self.key = read_key(args.api_key_env)
-        args.base_url, login = split_login("base-url", args.base_url)
-        args.baseline_url, baseline_login = split_login("baseline-url", args.baseline_url)
-        self.login, self.baseline_login = login, baseline_login
-        if self.key and (login or baseline_login):
+        bases = [split_login("base-url", url) for url in args.base_url or ()]
+        baseline = split_login("baseline-url", args.baseline_url)
+        args.base_url, args.baseline_url = [url for url, _ in bases], baseline[0]
+        self.given = {"plain": baseline, **dict(zip([name for name in variants if name != "plain"], bases))}
+        if self.key and any(login for _, login in self.given.values()):
             raise UserError("--api-key-env and a `user:password@` in a URL both set the header Authorization. "
                             "Leave out one of them.")
 
     @property
     def headers(self) -> dict[str, str]:
         """Of requests to the server of the variant in use; a launched one's key is the run file's `api-key`."""
-        login = self.baseline_login if self.variant == "plain" else self.login
+        login = self.given.get(self.variant, (None, None))[1]
         key = self.key or (self.flag(self.variant, "--api-key") if self.args.launch and self.variant else "")
         check_key(key, "servers.*.flags.api-key")
         authorization = f"Bearer {key}" if key else login
@@ -123,10 +124,10 @@ class Endpoints:
         """A flag's value in that command; "" without it. Raises UserError."""
         return flag_value(self.command(variant)[0], flag, "")
 
-    def check_drafter(self) -> None:
-        """--launch must serve the drafter that --draft-path names. Raises UserError."""
-        named = self.args.draft_path
+    def check_drafter(self, drafters: dict[str, DraftFolder]) -> None:
+        """--launch must serve the drafters that --draft-path names. Raises UserError."""
         for variant in self.variants if self.args.launch else ():
+            named = drafters[variant].folder if variant in drafters else None
             served = self.flag(variant, "--speculative-draft-model-path")
             if variant != "plain" and named and Path(served).resolve() != named.resolve():
                 raise UserError(f"servers.speculative serves the drafter {served or '(none)'}, --draft-path names "
@@ -140,7 +141,7 @@ class Endpoints:
     def use(self, variant: str) -> str:
         """The URL of a variant's server, started if need be. Raises UserError."""
         if not self.args.launch:
-            self.url = self.args.baseline_url if variant == "plain" else self.args.base_url
+            self.url = self.given[variant][0]
         elif self.variant != variant:
             self.close()
             self.log = self.logs / f"server_{variant}.log"
@@ -186,13 +187,13 @@ def server_info(url: str, headers: dict) -> dict:
     raise UserError(f"{url}: answers, but not as SGLang does (no /server_info).")
 
 
-def contact(url: str, variant: str, headers: dict, draft_path: Path | None, provenance: dict) -> dict:
-    """SERVER_KEYS of a server that fits `variant`. provenance: the drafter's eagle3.json.
+def contact(url: str, variant: str, headers: dict, drafter: DraftFolder) -> dict:
+    """SERVER_KEYS of a server that fits `variant`; drafter: the one that it should serve.
 
     Raises UserError: with EAGLE3 or without, where it should be the other; another model, another drafter.
     """
-    info = server_info(url, headers)
-    target, served = provenance.get("target"), Path(info["model_path"]).name
+    info, draft_path = server_info(url, headers), drafter.folder
+    target, served = drafter.about.get("target"), Path(info["model_path"]).name
     if target and target != served:
         raise UserError(f"{url}: serves {served}, but the drafter in {draft_path} was trained for {target}.")
     algorithm = info.get("speculative_algorithm")
@@ -207,14 +208,15 @@ def contact(url: str, variant: str, headers: dict, draft_path: Path | None, prov
     if known and there.resolve() != draft_path.resolve() and drafter_hashes(there) != drafter_hashes(draft_path):
         raise UserError(f"{url}: serves the drafter {there}, which is not --draft-path {draft_path}.")
     if variant != "plain" and draft_path:
-        check_release(url, info.get("version"), draft_path, provenance)
+        check_release(url, info.get("version"), drafter)
     return {key: info.get(key) for key in SERVER_KEYS}
 
 
-def check_release(url: str, version: str | None, draft_path: Path, provenance: dict) -> None:
+def check_release(url: str, version: str | None, drafter: DraftFolder) -> None:
     """An older SGLang computes another drafter than was trained, in silence. Raises UserError."""
+    draft_path = drafter.folder
     config = json.loads((draft_path / "config.json").read_text())
-    needed = provenance.get("served_from") or (first_release(config) if is_known(config) else None)
+    needed = drafter.about.get("served_from") or (first_release(config) if is_known(config) else None)
     try:
         old = bool(needed) and version_numbers(version or "") < version_numbers(needed)
     except UserError:

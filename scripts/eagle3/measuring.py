@@ -14,7 +14,7 @@ from eagle3.load import Connection, Power, run_unit
 from eagle3.measured import Measured
 from eagle3.servers import ServerGone
 from eagle3.stage import UserError, log
-from eagle3.variants import same_folder
+from eagle3.variants import DraftFolder, same_folder
 
 MAX_PROBES = 200
 FOLDERS = ("model_path", "speculative_draft_model_path")  # of what a server tells
@@ -37,7 +37,7 @@ class Benchmark:
     args: argparse.Namespace
     endpoints: Endpoints
     variants: list[str]
-    provenance: dict  # the drafter's eagle3.json
+    drafters: dict[str, DraftFolder]  # by variant; a variant that is not here serves the first
     config: dict  # flag: value
     prompts: list[dict] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)  # hashes
@@ -50,6 +50,9 @@ class Benchmark:
     @property
     def report_path(self) -> Path:
         return self.args.output_dir / "report.md"
+
+    def drafter(self, variant: str) -> DraftFolder:
+        return self.drafters.get(variant) or next(iter(self.drafters.values()), DraftFolder(None))
 
     def unfinished(self) -> list[Unit]:
         finished = {Unit(unit["variant"], unit["level"], unit["repeat"]) for unit in self.measured.units}
@@ -116,7 +119,7 @@ def meet(bench: Benchmark, variant: str, url: str) -> None:
     if variant == bench.met:
         return
     bench.met, servers = variant, bench.measured.servers
-    info = contact(url, variant, bench.endpoints.headers, bench.args.draft_path, bench.provenance)
+    info = contact(url, variant, bench.endpoints.headers, bench.drafter(variant))
     for name, known in servers.items():
         if Path(known["model_path"]).name != Path(info["model_path"]).name:
             raise UserError(f"{bench.endpoints}: serves {info['model_path']}, {name} {known['model_path']}: "

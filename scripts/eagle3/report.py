@@ -9,8 +9,8 @@ from eagle3.measured import Measured
 
 
 # ---- figures of the whole run ----
-def build_report(measured: Measured, prompts: list[dict], prediction: dict | None, config: dict) -> dict:
-    """Everything that is said about the run. prediction: training's, of the drafter; config: flag -> value."""
+def build_report(measured: Measured, prompts: list[dict], predictions: dict[str, dict | None], config: dict) -> dict:
+    """Everything that is said about the run. predictions: training's, by variant; config: flag -> value."""
     units = measured.units
     levels, names = sorted({unit["level"] for unit in units}), dict.fromkeys(unit["variant"] for unit in units)
     variants = sorted(names, key=lambda name: name != "plain")  # it may have been measured again, after the others
@@ -27,7 +27,8 @@ def build_report(measured: Measured, prompts: list[dict], prediction: dict | Non
             of = [unit for unit in units if unit["variant"] == name]
             # one level's answers: at another level the same prompt may get another text
             lowest = [record for unit in of if unit["level"] == levels[0] for record in unit["requests"]]
-            check = prediction_check(prediction, lowest, measured.servers.get(name, {}), config["temperature"])
+            server = measured.servers.get(name, {})
+            check = prediction_check(predictions.get(name), lowest, server, config["temperature"])
             report["variants"][name] = {**acceptance_groups(answered(of), prompts, steps[name]), "prediction": check}
     report["verdict"] = {level: verdict(row) for level, row in report["levels"].items()}
     return report

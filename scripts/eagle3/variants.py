@@ -2,10 +2,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from eagle3.drafter_files import weight_files
 from eagle3.stage import UserError, sha256_file
+
+
+@dataclass(frozen=True)
+class DraftFolder:
+    """A drafter that is measured. about: its eagle3.json, {} without one."""
+    folder: Path
+    about: dict = field(default_factory=dict)
+
+    @property
+    def prediction(self) -> dict | None:
+        """Training's."""
+        return self.about.get("prediction")
 
 
 # ---- drafters ----
@@ -43,10 +56,36 @@ def sweep_variants(grid: list[str]) -> dict[str, dict]:
     return variants
 
 
-def read_provenance(draft_path: Path | None, with_weights: bool) -> dict:
-    """eagle3.json of the drafter; {} without one. Raises UserError when --draft-path holds no drafter."""
-    if not draft_path:
-        return {}
+def drafter_variants(folders: list[Path], with_weights: bool = False) -> dict[str, DraftFolder]:
+    """{variant: a drafter of --draft-path}: `speculative` of one, else each under the end of its path that only it has.
+
+    Raises UserError: no drafter there, or one folder twice.
+    """
+    places = [folder.resolve() for folder in folders]
+    if twice := next((folder for folder, place in zip(folders, places) if places.count(place) > 1), None):
+        raise UserError(f"--draft-path: {twice} stands there twice. Name each drafter once.")
+    found = [DraftFolder(folder, read_provenance(folder, with_weights)) for folder in folders]
+    return dict(zip(["speculative"] if len(folders) == 1 else names_of(places), found))
+
+
+def flags_of_drafters(drafters: dict[str, DraftFolder]) -> dict[str, dict]:
+    """{variant: its server's flags}; one drafter is the run file's own."""
+    if len(drafters) < 2:
+        return {"speculative": {}}
+    return {name: {"speculative-draft-model-path": str(drafter.folder.resolve())} for name, drafter in drafters.items()}
+
+
+def names_of(places: list[Path]) -> list[str]:
+    """For each folder as many names from the end of its path as tell them all apart, joined by "-"."""
+    for depth in range(1, max(len(place.parts) for place in places)):
+        names = ["-".join(place.parts[1:][-depth:]) for place in places]
+        if len({*names, "plain"}) > len(names):
+            break
+    return names
+
+
+def read_provenance(draft_path: Path, with_weights: bool) -> dict:
+    """eagle3.json of a drafter; {} without one. Raises UserError when there is no drafter."""
     if not (draft_path / "config.json").is_file():
         raise UserError(f"--draft-path: {draft_path} holds no config.json. "
                         "Name a folder that 04_train.py exported (output/best).")
