@@ -31,7 +31,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import bench_flags, binding  # noqa: E402
-from eagle3.bench_prompts import check_ids, load_prompts, prompts_of_training  # noqa: E402
+from eagle3.bench_prompts import (check_ids, contexts_of, load_prompts, prompts_of_training,  # noqa: E402
+                                  request_ids)
 from eagle3.endpoints import Endpoints, contact  # noqa: E402
 from eagle3.figures import count  # noqa: E402
 from eagle3.masking import clean, cleaned, masked  # noqa: E402
@@ -40,11 +41,15 @@ from eagle3.measuring import Benchmark, measure, plan, probe_differences  # noqa
 from eagle3.plots import draw_plots, no_plots  # noqa: E402
 from eagle3.report import build_report, figures_table, prediction_sentence, report_markdown  # noqa: E402
 from eagle3.servers import ServerGone, command_line  # noqa: E402
-from eagle3.stage import (log, open_stage, parse_args, read_json, read_manifest, read_run_file,  # noqa: E402
+from eagle3.stage import (duration, log, open_stage, parse_args, read_json, read_manifest, read_run_file,  # noqa: E402
                           run, write_atomic, write_manifest)
+from eagle3.traffic import add_traffic  # noqa: E402
+from eagle3.traffic_report import rate_verdict, traffic_chapters, traffic_tables  # noqa: E402
+from eagle3.turns import Conversation  # noqa: E402
 from eagle3.variants import drafter_hashes, drafter_variants, flags_of_drafters, sweep_variants  # noqa: E402
 
 STAGE = "05_benchmark"
+RESTATED = ("slo-ttft-ms", "slo-itl-ms", "usd-per-hour")  # figures hang on them, measurements do not
 UNTOLD = {"base-url", "baseline-url", "api-key-env", "launch-timeout", "request-timeout", "usd-per-hour", "run-dir",
           "config", "trust-remote-code"}  # of the manifest
 
@@ -82,16 +87,23 @@ def prepare(bench: Benchmark) -> None:
     """What has to be here, before hours of measuring; and what to expect. Raises UserError."""
     args, prompts, units = bench.args, bench.prompts, len(bench.planned)
     todo = bench.unfinished()
+    contexts = contexts_of(prompts)
     log(f"{len(prompts)} prompts | {units} units: {len(bench.variants)} variants x "
-        f"{len(args.concurrency)} levels x {bench.repeats} repeats | {units - len(todo)} finished before")
+        f"{len(args.concurrency) + len(args.request_rate)} levels x {len(contexts)} contexts x {bench.repeats} repeats "
+        f"| {units - len(todo)} finished before")
+    most = max(len(bench.prompts_at(context)) for context in contexts)
     for level in args.concurrency:
-        if len(prompts) < 2 * level:
-            log(f"note: {len(prompts)} prompts at {level} streams: the ramp up and down is a large part of that "
+        if most < 2 * level:
+            log(f"note: {most} prompts at {level} streams: the ramp up and down is a large part of that "
                 "level's tok/s")
+    for rate in args.request_rate:
+        log(f"{bench_flags.rate_name(rate)}: {most} prompts arrive over {duration(most / rate)}, once per variant and "
+            "repeat")
     if bench.repeats == 1 and "plain" in bench.variants:
         log("note: measured once, nothing tells how far two runs of the same differ: no verdict. --repeats 2 gives one")
-    bench_flags.check_descriptors(min(max(args.concurrency), len(prompts)))
-    bench_flags.check_disk(args.output_dir, len(todo) * len(prompts), args.max_tokens)
+    bench_flags.check_descriptors(most if args.request_rate else min(max(args.concurrency), most))
+    bench_flags.check_disk(args.output_dir, sum(len(request_ids(prompt)) for unit in todo
+                                                for prompt in bench.prompts_at(unit.context)), args.max_tokens)
     if why := no_plots():
         log(f"note: no plots will be drawn ({why}). Install matplotlib meanwhile, or do without")
     bench.endpoints.check_logs()
@@ -103,6 +115,7 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
     args, out = bench.args, bench.args.output_dir
     predictions = {variant: bench.drafter(variant).prediction for variant in bench.variants}
     found = build_report(bench.measured, bench.prompts, predictions, bench.config)
+    add_traffic(found, bench.measured, bench.prompts, list(bench.drafters))
     found |= {"units_planned": len(bench.planned), "units_done": len(bench.measured.units)}
     if args.sweep:
         found["left_out"] = bench.unable
@@ -111,7 +124,7 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
         found["doctor"] = examine_drafter(bench, found["variants"])
     drawn, found["not_drawn"] = draw_plots(found, out) if plots else ([], {})
     write_atomic(out / "report.json", json.dumps(cleaned(found), indent=1) + "\n")
-    write_atomic(bench.report_path, clean(report_markdown(found, drawn)))
+    write_atomic(bench.report_path, clean(report_markdown(found, drawn, traffic_chapters(found))))
     return found
 
 
@@ -148,11 +161,15 @@ def say(bench: Benchmark) -> None:
     for name, why in found["not_drawn"].items():
         log(f"note: {name} is not drawn: {why}")
     print(figures_table(found), flush=True)
+    for head, table in traffic_tables(found):
+        print(f"{head}\n{table}", flush=True)
     for variant, served in found["variants"].items():
         if served["prediction"]:
             log(f"{variant}: {prediction_sentence(served['prediction'])}")
     for level, said in found["verdict"].items():
         log(f"verdict at {level} stream(s): {said}")
+    for rate, row in found["rates"].items():
+        log(f"verdict at {rate}: {rate_verdict(row)}")
     if bench.args.doctor:
         log_findings(found["doctor"])
         log(f"doctor: {found['doctor']['summary']}")
@@ -179,6 +196,8 @@ def measure_and_report(bench: Benchmark) -> None:
     bench.endpoints.check_drafter(bench.drafters)
     bench.prompts = load_prompts(args, tokenizer)
     check_ids(bench.prompts, [*args.draft_path, tokenizer])
+    if any("turns" in prompt for prompt in bench.prompts):
+        bench.next_turn = Conversation(tokenizer, args.trust_remote_code).next_turn
     bench.inputs = hashes_of(bench)
     begun_with = binding.bound(bench.config, bench.inputs, bench.endpoints.servers if args.launch else None)
     with open_stage(out, begun_with, bench_flags.MAY_CHANGE, lambda old: binding.renewed(old, out)):
@@ -189,13 +208,19 @@ def fill(bench: Benchmark) -> None:
     """The report's folder, which is locked for this process. Raises UserError, ServerGone, OSError."""
     args, out = bench.args, bench.args.output_dir
     complete = (out / "manifest.json").exists() and bool(read_manifest(out, STAGE))
-    bench.measured = Measured(out / "raw.jsonl", [prompt["id"] for prompt in bench.prompts])
+    bench.measured = Measured(out / "raw.jsonl", {
+        context: [name for prompt in bench.prompts_at(context) for name in request_ids(prompt)]
+        for context in contexts_of(bench.prompts)})
     plan(bench, complete)
     log(f"config {json.dumps(bench.config)}")
     log(f"inputs {json.dumps(bench.inputs)}")
     if complete and not bench.unfinished() and not bench.unmet():
         log("complete already")
-        print(figures_table(read_json(out / "report.json")), flush=True)
+        before = read_json(out / "report.json")
+        if any(before["config"].get(flag) != bench.config[flag] for flag in RESTATED):
+            say(bench)  # of the same measurements
+        else:
+            print(figures_table(before), flush=True)
         log(f"done: {bench.report_path}")
         return
     (out / "manifest.json").unlink(missing_ok=True)  # there is more to do

@@ -21,7 +21,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, post, run_script
-from eagle3 import load
+from eagle3 import gpu_state, load
 from eagle3.bench_prompts import all_rows, load_prompts, prompts_of_training
 from eagle3.doctor import Facts, diagnose
 from eagle3.endpoints import contact, flush_cache, probe_difference
@@ -207,32 +207,32 @@ def test_power_is_the_energy_of_all_gpus_over_the_time_between(monkeypatch):
     def energy_of(handle):  # mJ; GPU n takes 100 (n + 1) W
         return round(1e6 + 1e5 * (handle + 1) * time.perf_counter())
 
-    load.gpus.cache_clear()
-    with load.Power("http://127.0.0.1:1") as power:
+    gpu_state.gpus.cache_clear()
+    with gpu_state.Power("http://127.0.0.1:1") as power:
         time.sleep(0.1)
-    assert (power.watts is None) == (load.energy(load.gpus()) is None)  # the driver's own library, where there is one
-    monkeypatch.setattr(load, "gpus", lambda: [0, 1])
-    monkeypatch.setattr(load.pynvml, "nvmlDeviceGetTotalEnergyConsumption", energy_of)
-    with load.Power("http://127.0.0.1:1") as power, load.Power("http://192.0.2.1:1") as elsewhere:
+    assert (power.watts is None) == (gpu_state.energy(gpu_state.gpus()) is None)  # the driver's own library, where there is one
+    monkeypatch.setattr(gpu_state, "gpus", lambda: [0, 1])
+    monkeypatch.setattr(gpu_state.pynvml, "nvmlDeviceGetTotalEnergyConsumption", energy_of)
+    with gpu_state.Power("http://127.0.0.1:1") as power, gpu_state.Power("http://192.0.2.1:1") as elsewhere:
         time.sleep(0.2)
     assert power.watts == pytest.approx(300, rel=0.05) and elsewhere.watts is None  # these GPUs are not that server's
 
     def none(handle):
-        raise load.pynvml.NVMLError(load.pynvml.NVML_ERROR_NOT_SUPPORTED)
+        raise gpu_state.pynvml.NVMLError(gpu_state.pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    monkeypatch.setattr(load.pynvml, "nvmlDeviceGetTotalEnergyConsumption", none)
-    with load.Power("http://127.0.0.1:1") as power:
+    monkeypatch.setattr(gpu_state.pynvml, "nvmlDeviceGetTotalEnergyConsumption", none)
+    with gpu_state.Power("http://127.0.0.1:1") as power:
         pass
     assert power.watts is None
 
 
 @pytest.mark.gpu
 def test_power_of_a_gpu_is_that_of_a_gpu():
-    if load.energy(load.gpus()) is None:
+    if gpu_state.energy(gpu_state.gpus()) is None:
         pytest.skip("this driver counts no energy")
-    with load.Power("http://127.0.0.1:1") as power:
+    with gpu_state.Power("http://127.0.0.1:1") as power:
         time.sleep(1)
-    assert 5 < power.watts / len(load.gpus()) < 1500
+    assert 5 < power.watts / len(gpu_state.gpus()) < 1500
 
 
 def test_a_torn_end_of_raw_is_cut_off(tmp_path):
@@ -261,7 +261,7 @@ def test_a_torn_end_of_raw_is_cut_off(tmp_path):
 # ---- prompts ----
 def prompt_args(**given):
     return argparse.Namespace(**{"prompts": [], "dataset": [], "ids": None, "limit": None, "thinking": ["on"],
-                                 "trust_remote_code": False}
+                                 "trust_remote_code": False, "turns": 1, "context": [], "context_text": []}
                               | given)
 
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from eagle3.bench_prompts import DATASETS
+from eagle3.contexts import context_tokens
 from eagle3.stage import UserError, log
 
 DEFAULT_SWEEP = ["1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,1,6", "3,2,6", "3,4,8", "5,4,16"]  # steps,topk,draft tokens
@@ -17,7 +18,9 @@ SPARE_FILES = 64  # descriptors besides the streams
 # What may differ between a run and its resumption. Files and folders: `inputs` has the hashes of what was read there
 MAY_CHANGE = {"base-url", "baseline-url", "api-key-env", "launch-timeout", "request-timeout", "usd-per-hour", "run-dir",
               "config", "repeats", "trust-remote-code", "draft-path", "prompts", "dataset", "ids", "tokenizer",
-              "output-dir"}
+              "output-dir", "context-text", "slo-ttft-ms", "slo-itl-ms"}
+# Flags that older folders lack, and the values that change nothing: with those a folder is not bound to the flag
+YOUNGER = {"turns": 1, "context": [], "request-rate": []}
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -33,7 +36,14 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         help="the drafter that is served (its eagle3.json holds training's prediction); several: all in one report, "
              "with their differences to the first")
     add_prompt_flags(add)
-    add("--concurrency", nargs="+", type=int, default=[1, 8, 64], metavar="N")
+    add("--concurrency", nargs="+", type=int, default=[1, 8, 64], metavar="N",
+        help="requests in flight, the next one sent when one is answered (default 1 8 64)")
+    add("--request-rate", nargs="+", type=float, default=[], metavar="R",
+        help="besides, R requests a second that arrive at random (Poisson), however many are in flight; the same "
+             "arrivals for every variant")
+    add("--slo-ttft-ms", type=float, metavar="F",
+        help="goodput: a request counts whose first token comes within F ms ...")
+    add("--slo-itl-ms", type=float, metavar="F", help="... and whose later ones take F ms each on average")
     add("--max-tokens", type=int, default=512, metavar="N")
     add("--fixed-length", action="store_true", help="ignore stop tokens: every answer has --max-tokens")
     add("--temperature", type=float, default=0.0, metavar="F")
@@ -67,6 +77,12 @@ def add_prompt_flags(add) -> None:
         help="let the tokenizer's folder run its own Python code (Kimi's needs it where prompts are rendered)")
     add("--thinking", nargs="+", choices=["on", "off"], default=["on"],
         help="mode of rendered prompts; both: each prompt twice")
+    add("--turns", type=int, default=1, metavar="N",
+        help="ask the first N questions of prompts with `turns` (2: MT-Bench as it is), each behind the server's own "
+             "answers to those before")
+    add("--context", nargs="+", default=[], metavar="N",
+        help="each prompt at each of these lengths in tokens, say 1k 8k 32k, with other prompts' text laid before it")
+    add("--context-text", type=Path, nargs="+", default=[], metavar="FILE", help="text files to take that text from")
 
 
 def check_args(args: argparse.Namespace) -> None:
@@ -96,14 +112,48 @@ def check_args(args: argparse.Namespace) -> None:
     if not min(args.launch_timeout, args.request_timeout) > 0 or args.usd_per_hour is not None and not (
             0 <= args.usd_per_hour < math.inf):
         raise UserError("--launch-timeout and --request-timeout must be above 0, --usd-per-hour 0 or more.")
+    check_traffic(args)
     for flag, values in (("concurrency", args.concurrency), ("sweep-grid", args.sweep_grid),
-                         ("thinking", args.thinking)):
+                         ("thinking", args.thinking), ("request-rate", list(map(rate_name, args.request_rate))),
+                         ("context", list(map(context_tokens, args.context)))):
         if len(set(values)) < len(values):
             raise UserError(f"--{flag}: a value stands twice in {' '.join(map(str, values))}. "
                             "Use --repeats to measure it again.")
 
 
+def check_traffic(args: argparse.Namespace) -> None:
+    """Raises UserError."""
+    if args.request_rate and not 1e-3 <= min(args.request_rate) <= max(args.request_rate) <= 1e4:
+        raise UserError("--request-rate must be 0.001 to 10000 requests a second.")
+    for flag, value in (("slo-ttft-ms", args.slo_ttft_ms), ("slo-itl-ms", args.slo_itl_ms)):
+        if value is not None and not value > 0:
+            raise UserError(f"--{flag} must be above 0 milliseconds.")
+    if args.turns < 1:
+        raise UserError("--turns must be at least 1.")
+    for name in args.context:
+        try:
+            context_tokens(name)
+        except ValueError:
+            raise UserError(f"--context: {name!r:.40} is no number of tokens, as in 8192 or 8k.") from None
+    if args.context_text and not args.context:
+        raise UserError("--context-text is laid before prompts by --context: name lengths there, or leave it out.")
+
+
+def rate_name(rate: float) -> str:
+    """As raw.jsonl and the report have it."""
+    return f"{rate:g}/s"
+
+
 # ---- what has to be here before it begins ----
+def check_lengths(prompts: list[dict], max_tokens: int, context_length: int | None, where: str) -> None:
+    """That a server takes prompts that were padded, and an answer to each. Raises UserError."""
+    longest = max((len(prompt["prompt_ids"]) for prompt in prompts if prompt.get("context")), default=0)
+    if longest and context_length and longest + max_tokens > context_length:
+        raise UserError(f"{where}: takes contexts of {context_length:,} tokens; --context asks for prompts of "
+                        f"{longest:,} and --max-tokens for {max_tokens:,} more. Serve it with a greater "
+                        "--context-length, or ask for less.")
+
+
 def check_descriptors(streams: int) -> None:
     """One a stream; the soft limit is raised as far as that needs. Raises UserError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

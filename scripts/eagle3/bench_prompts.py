@@ -7,8 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Iterator, Mapping
 
+from eagle3.contexts import Padding, context_tokens, texts_of_files, texts_of_rows
 from eagle3.responses import part_files, read_jsonl
-from eagle3.stage import UserError
+from eagle3.stage import UserError, log
 from eagle3.target import text_config
 from eagle3.tokens import load_tokenizer
 
@@ -21,33 +22,105 @@ DATASETS = {
     "math-500": ("HuggingFaceH4/MATH-500", None, "test", "problem"),
 }
 WITHOUT_VALIDATION = 64  # prompts of each source
-FORMS = ("prompt_ids", "messages", "prompt")  # of a row; the first one that is there counts
+ROOM_OF_TEXT = 20  # characters kept to pad with, for each token of the longest --context
+FORMS = ("prompt_ids", "messages", "prompt", "turns")  # of a row; the first one that is there counts
 
 
 def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
-    """[{"id", "source", "thinking", "prompt_ids"}] of the flags --prompts, --dataset, --ids, --limit and --thinking.
+    """[{"id", "source", "thinking", "prompt_ids"}] of --prompts, --dataset, --ids, --limit, --thinking and --context.
 
-    The tokenizer is loaded only when something has to be rendered. Raises UserError.
+    With --context also "context", and the prompts of one length stand together; with several turns (--turns) also
+    "turns", the later questions, and "messages". The tokenizer is loaded only when something has to be rendered.
+    Raises UserError.
     """
-    rows = wanted_rows(args)
+    rows, others = wanted_rows(args)
     tokenizer = None
-    if any("prompt_ids" not in row for row in rows):
+    if args.context or any("prompt_ids" not in row for row in rows):
         tokenizer = load_tokenizer(tokenizer_path, args.trust_remote_code)
-    prompts = []
-    for row in rows:
-        about = {"id": row["id"], "source": row["source"]}
-        if "prompt_ids" in row:
-            prompts.append({**about, "thinking": "recorded", "prompt_ids": row["prompt_ids"]})
-            continue
-        for mode in args.thinking:
-            suffix = f"@{mode}" if len(args.thinking) > 1 else ""
-            ids = render(tokenizer, row, mode)
-            prompts.append({**about, "id": row["id"] + suffix, "thinking": mode, "prompt_ids": ids})
-    name, times = Counter(prompt["id"] for prompt in prompts).most_common(1)[0]
+    if args.context:
+        padding = Padding(texts_of_files(args.context_text) if args.context_text else texts_of_rows(others),
+                          lambda text: tokenizer.encode(text, add_special_tokens=False))
+        prompts = [prompt for name in args.context for prompt in padded_prompts(rows, name, padding, args, tokenizer)]
+    else:
+        prompts = [prompt for row in rows for prompt in prompts_of_row(row, args, tokenizer)]
+    name, times = Counter(name for prompt in prompts for name in request_ids(prompt)).most_common(1)[0]
     if times > 1:
         raise UserError(f"prompts: the id {name!r} stands more than once. "
                         "Ids must differ over all --prompts and --dataset.")
+    longer = sum(len(row.get("turns") or ()) > args.turns for row in rows)
+    if longer:
+        log(f"note: {longer} of {len(rows)} prompts have more turns; asked: {args.turns} (--turns)")
     return prompts
+
+
+def messages_of(row: dict) -> list[dict]:
+    """Of a row's first question. Raises UserError."""
+    if "turns" in row and not (isinstance(row["turns"], list) and row["turns"]
+                               and all(isinstance(turn, str) and turn.strip() for turn in row["turns"])):
+        raise UserError(f"prompts of {row['source']}: the `turns` of {row['id']!r} must be a list of texts, a question "
+                        "each.")
+    return row.get("messages") or [{"role": "user", "content": row["prompt"] if "prompt" in row else row["turns"][0]}]
+
+
+def prompts_of_row(row: dict, args: argparse.Namespace, tokenizer) -> Iterator[dict]:
+    """One a mode; a row's own ids as they are. Raises UserError."""
+    about = {"id": row["id"], "source": row["source"]}
+    if "prompt_ids" in row:
+        yield {**about, "thinking": "recorded", "prompt_ids": row["prompt_ids"]}
+        return
+    messages = messages_of(row)
+    for mode in args.thinking:
+        suffix = f"@{mode}" if len(args.thinking) > 1 else ""
+        ids = render(tokenizer, {**row, "messages": messages}, mode)
+        yield {**about, "id": row["id"] + suffix, "thinking": mode, "prompt_ids": ids,
+               **later_turns(row, messages, args)}
+
+
+def later_turns(row: dict, messages: list[dict], args: argparse.Namespace) -> dict:
+    later = (row.get("turns") or ())[1:args.turns]
+    return {"turns": later, "messages": messages} if later else {}
+
+
+def padded_prompts(rows: list[dict], name: str, padding: Padding, args: argparse.Namespace, tokenizer) -> list[dict]:
+    """The rows' prompts at one length of --context; those that are longer are left out. Raises UserError."""
+    tokens, prompts, longer = context_tokens(name), [], 0
+    for number, row in enumerate(rows):
+        if not row.keys() & {"messages", "prompt", "turns"}:
+            raise UserError(f"prompts of {row['source']}: {row['id']!r} has only prompt_ids, which cannot be padded. "
+                            "Name prompts with `messages` or `prompt`, or leave out --context.")
+        messages = messages_of(row)
+        for which, mode in enumerate(args.thinking):
+            start = int((number + which / len(args.thinking)) * len(padding.texts) / len(rows))
+            found = padding.padded(messages, start, tokens,
+                                   lambda padded: render(tokenizer, {**row, "messages": padded}, mode))
+            if not found:
+                longer += 1
+                continue
+            suffix = f"@{mode}" if len(args.thinking) > 1 else ""
+            prompts.append({"id": f"{row['id']}{suffix}@{name}", "source": row["source"], "thinking": mode,
+                            "prompt_ids": found[1], "context": name, **later_turns(row, found[0], args)})
+    if not prompts:
+        raise UserError(f"--context {name}: every prompt is longer than {tokens} tokens. Name a greater length.")
+    log(f"context {name}: {len(prompts)} prompts of {min(len(prompt['prompt_ids']) for prompt in prompts)} to "
+        f"{max(len(prompt['prompt_ids']) for prompt in prompts)} tokens"
+        + (f", {longer} that are longer left out" if longer else ""))
+    return prompts
+
+
+def request_ids(prompt: dict) -> list[str]:
+    """Names of a prompt's requests in the order in which they are asked: one a turn."""
+    return [prompt["id"], *(f"{prompt['id']}#{turn}" for turn in range(2, 2 + len(prompt.get("turns", ()))))]
+
+
+def about_requests(prompts: list[dict]) -> dict[str, dict]:
+    """{a request's id: its prompt and "turn"}"""
+    return {name: {**prompt, "turn": turn} for prompt in prompts
+            for turn, name in enumerate(request_ids(prompt), 1)}
+
+
+def contexts_of(prompts: list[dict]) -> list[str | None]:
+    """The lengths of --context, in order; [None] without."""
+    return list(dict.fromkeys(prompt.get("context") for prompt in prompts))
 
 
 def check_ids(prompts: list[dict], folders: list) -> None:
@@ -68,14 +141,18 @@ def check_ids(prompts: list[dict], folders: list) -> None:
                             "this target." if vocabulary else f"{where} hold {odd}, which is no token id.")
 
 
-def wanted_rows(args: argparse.Namespace) -> list[dict]:
-    """The rows that --ids and --limit leave. Raises UserError."""
+def wanted_rows(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
+    """(the rows that --ids and --limit leave, all that were read as far as --context needs them). Raises UserError."""
     wanted = read_ids(args.ids) if args.ids else None
-    kept, read, per_source = [], 0, Counter()
+    kept, others, read, per_source = [], [], 0, Counter()
+    room = ROOM_OF_TEXT * max(map(context_tokens, args.context), default=0)  # characters
     for read, row in enumerate(all_rows(args), 1):
         if not isinstance(row.get("id"), str) or not row.keys() & set(FORMS):
             raise UserError(f"prompts of {row['source']}: a row needs a text `id` "
-                            "and `messages`, `prompt` or `prompt_ids`.")
+                            "and `messages`, `prompt`, `turns` or `prompt_ids`.")
+        if room > 0:
+            others.append(row)
+            room -= sum(map(len, texts_of_rows([row])))
         if wanted is None or row["id"] in wanted:
             per_source[row["source"]] += 1
             if args.limit is None or per_source[row["source"]] <= args.limit:
@@ -87,7 +164,7 @@ def wanted_rows(args: argparse.Namespace) -> list[dict]:
         raise UserError(f"--ids {args.ids}: none of its {len(wanted)} ids is among the {read} prompts. Name the "
                         "responses/ that they are of with --prompts." if wanted else
                         "no prompts. Name some with --prompts or --dataset.")
-    return kept
+    return kept, others
 
 
 def prompts_of_training(args: argparse.Namespace) -> None:
@@ -148,9 +225,8 @@ def rows_of_dataset(spec: str) -> Iterator[dict]:
         raise UserError(f"--dataset {spec}: {' '.join(str(error).split())[:300]}. "
                         f"Offline, name a JSONL file: {name}=FILE.") from None
     for number, question in enumerate(questions):
-        # of MT-Bench the first turn: the second one would hang on the answer to the first
-        text = question[0] if isinstance(question, list) else question
-        yield {"id": f"{name}-{number}", "source": name, "prompt": text}
+        turns = question if isinstance(question, list) else [question]  # MT-Bench has two
+        yield {"id": f"{name}-{number}", "source": name, "prompt": turns[0], "turns": turns}
 
 
 # ---- rendering ----

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle3.bench_flags import MAY_CHANGE
+from eagle3.bench_flags import MAY_CHANGE, YOUNGER
 from eagle3.masking import masked
 from eagle3.servers import role_settings
 from eagle3.stage import UserError
@@ -20,7 +20,8 @@ WITHOUT_PART = {"host", "port", "nccl-port", "dist-init-addr", "grpc-port", "log
 
 def bound(config: dict, inputs: dict, servers: dict | None) -> dict:
     """stage.json of this run. config: flag -> value; inputs: hashes; servers: the run file's, None without --launch."""
-    return {**config, "inputs": inputs, "servers": servers and settings(servers)}
+    asked = {key: value for key, value in config.items() if key not in YOUNGER or value != YOUNGER[key]}
+    return {**asked, "inputs": inputs, "servers": servers and settings(servers)}
 
 
 def settings(servers: dict) -> dict:

@@ -1,7 +1,7 @@
 """What a measurement's rows say: acceptance, speed and its intervals, and where answers differ. Rows in, numbers out.
 
 A `record` is one request of raw.jsonl (load.stream_answer), a `unit` all prompts once, of one variant at one level:
-{"variant", "level", "repeat", "wall_s", "watts", "requests": [record, ...]}.
+{"variant", "level", "repeat", "wall_s", "watts", "requests": [record, ...]}; raw.jsonl's other keys may be missing.
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 BOOTSTRAP = 2000  # resamples of the prompts
 RUN_DRAWS = 10  # draws of the difference between runs for each of them
 FEWEST_PROMPTS, FEWEST_RUNS = 5, 2  # below which there is no interval, and no verdict
+HELD = 0.9  # of a level's streams in flight on average: below that it was not measured at that level
 CONTEXT_BUCKETS = {f"<= {2 ** power}": 2 ** power for power in range(7, 19)} | {f"> {2 ** 18}": float("inf")}
 
 
@@ -86,8 +87,19 @@ def gaps_of(record: dict) -> list[float]:
     return gaps
 
 
+def in_flight(units: list[dict]) -> float:
+    """Requests in flight, the mean over time."""
+    busy = sum(record.get("latency_s", record.get("spent_s", 0.0)) for unit in units for record in unit["requests"])
+    return busy / sum(unit["wall_s"] for unit in units)
+
+
 def level_figures(units: list[dict], steps: int = 0) -> dict:
-    """Figures of one variant at one level over its repeats; steps: drafts in a row."""
+    """Figures of one variant at one level over its repeats; steps: drafts in a row.
+
+    `tok_s_spread`: how far the fastest run lies above the slowest, as a share of their mean. `held`: whether the
+    level's streams were in flight on average, but for a tenth; None of a rate. `cached_share`: of the prompts' tokens,
+    those that the server had from before.
+    """
     records, answers = [record for unit in units for record in unit["requests"]], answered(units)
     wall, tokens = sum(unit["wall_s"] for unit in units), sum(record["completion_tokens"] for record in answers)
     watts = [unit["watts"] for unit in units]
@@ -96,12 +108,17 @@ def level_figures(units: list[dict], steps: int = 0) -> dict:
     decode = sum(record["latency_s"] - record["times_s"][0] for record in spoken)
     accept = acceptance(answers, steps)
     forward = accept["verify_steps"] if accept else sum(record["completion_tokens"] - 1 for record in spoken)
+    level, flying = units[0]["level"], in_flight(units)
+    runs = [sum(record["completion_tokens"] for record in answered([unit])) / unit["wall_s"] for unit in units]
     return {
         "requests": len(records), "failed": count(record["error"] for record in records if "error" in record),
         "finish": count(record["finish"] for record in answers), "empty": len(answers) - len(spoken),
         "output_tokens": tokens, "wall_s": wall, "tok_s": tokens / wall if tokens else None,
-        "tok_s_repeats": [sum(record["completion_tokens"] for record in answered([unit])) / unit["wall_s"]
-                          for unit in units],
+        "tok_s_repeats": runs, "tok_s_spread": (max(runs) - min(runs)) / np.mean(runs) if tokens and runs[1:] else None,
+        "in_flight": flying, "held": flying >= HELD * level if isinstance(level, int) else None,
+        "cached_share": sum(record.get("cached_tokens") or 0 for record in answers)
+        / max(1, sum(record.get("prompt_tokens", 0) for record in answers)),
+        "retracted": sum(record.get("retracted", 0) for record in answers),
         "ttft_s": percentiles([record["times_s"][0] for record in spoken]),
         "itl_s": percentiles([gap for record in spoken for gap in gaps_of(record)]),
         "latency_s": percentiles([record["latency_s"] for record in answers]),
@@ -110,12 +127,35 @@ def level_figures(units: list[dict], steps: int = 0) -> dict:
         "joule_per_token": joule / tokens if tokens and joule is not None else None}
 
 
+def pooled(units: list[dict], contexts: list[str | None]) -> list[dict]:
+    """Units of the same prompts at several contexts as one unit: the mix of all of them.
+
+    Where one is missing yet (a run goes on) there is no such mix.
+    """
+    if contexts == [None]:
+        return units
+    groups = {}
+    for unit in units:
+        groups.setdefault((unit["variant"], unit["level"], unit["repeat"]), {})[unit.get("context")] = unit
+    found = []
+    for parts in (list(group.values()) for group in groups.values() if set(group) >= set(contexts)):
+        wall = sum(unit["wall_s"] for unit in parts)
+        watts = sum(u["watts"] * u["wall_s"] for u in parts) / wall if all(u["watts"] for u in parts) else None
+        found.append({**parts[0], "context": None, "wall_s": wall, "watts": watts,
+                      "requests": [record for unit in parts for record in unit["requests"]]})
+    return found
+
+
 # ---- two variants beside each other ----
 def paired(one: list[dict], other: list[dict]) -> list[tuple[dict, dict]]:
-    """Answers to the same prompt in the same repeat, of two variants at one level."""
+    """Answers to the same prompt in the same repeat, of two variants at one level.
+
+    The context of a later turn holds the variant's own answer before: there it is another prompt where that differs.
+    """
     answers = {(unit["repeat"], record["id"]): record for unit in other for record in answered([unit])}
     return [(record, answers[unit["repeat"], record["id"]]) for unit in one for record in answered([unit])
-            if (unit["repeat"], record["id"]) in answers]
+            if (unit["repeat"], record["id"]) in answers
+            and record.get("prompt_ids") == answers[unit["repeat"], record["id"]].get("prompt_ids")]
 
 
 def resamples(values: np.ndarray, statistic: Callable) -> np.ndarray | None:
@@ -123,7 +163,11 @@ def resamples(values: np.ndarray, statistic: Callable) -> np.ndarray | None:
     if len(values) < FEWEST_PROMPTS:
         return None
     draw, N = np.random.default_rng(0), len(values)
-    sums = np.stack([np.bincount(draw.integers(0, N, N), minlength=N) @ values for _ in range(BOOTSTRAP)])
+    sums, rows = np.empty((BOOTSTRAP, values.shape[1])), max(1, 1_000_000 // N)  # so many resamples at once
+    for at in range(0, BOOTSTRAP, rows):
+        here = min(rows, BOOTSTRAP - at)
+        drawn = draw.integers(0, N, (here, N)) + np.arange(here)[:, None] * N
+        sums[at:at + here] = np.bincount(drawn.ravel(), minlength=here * N).reshape(here, N) @ values
     with np.errstate(divide="ignore", invalid="ignore"):
         return statistic(sums.T)
 
@@ -144,12 +188,35 @@ def spread_of_runs(plain: list[float], variant: list[float]) -> tuple[float, int
     return float(np.sqrt(squares / freedom * (1 / len(plain) + 1 / len(variant)))), freedom
 
 
+def prompt_of(record: dict) -> str:
+    """The prompt that a request is a turn of: turns of one conversation are drawn together in a resample."""
+    return record["id"].rpartition("#")[0] if "prompt_ids" in record else record["id"]
+
+
 def tokens_and_seconds(units: list[dict]) -> dict[str, np.ndarray]:
     """{prompt: (tokens, seconds)} of its answers, the mean over the runs in which it has one."""
     found = {}
-    for record in answered(units):
-        found.setdefault(record["id"], []).append((record["completion_tokens"], record["latency_s"]))
+    for unit in units:
+        here = {}
+        for record in answered([unit]):
+            tokens, seconds = here.get(prompt_of(record), (0, 0.0))
+            here[prompt_of(record)] = tokens + record["completion_tokens"], seconds + record["latency_s"]
+        for name, row in here.items():
+            found.setdefault(name, []).append(row)
     return {name: np.mean(rows, 0) for name, rows in found.items()}
+
+
+def interval_over(values: np.ndarray, statistic: Callable, runs: list[list[float]]) -> list[float]:
+    """95 % interval of statistic(column sums) of `values` (N prompts, K), for new prompts in new runs.
+
+    runs: what the statistic is the difference of, once for each run of the one and of the other. On each resample of
+    the prompts falls a difference between runs, from Student's t over the scatter of the runs there are: so few would,
+    drawn from themselves, tell too narrow an interval.
+    """
+    error, freedom = spread_of_runs(*runs)
+    prompts = resamples(values, statistic)
+    between = error * np.random.default_rng(1).standard_t(freedom, (RUN_DRAWS, len(prompts)))
+    return [float(bound) for bound in np.nanpercentile(prompts + between, [2.5, 97.5])]
 
 
 def too_few(values: np.ndarray, runs: list[list]) -> str | None:
@@ -167,9 +234,8 @@ def speed_up(plain: list[dict], variant: list[dict]) -> dict:
     """Ratio of tok/s of two variants at one level, from one unit a run: {"speed_up", "interval", "no_interval"}.
 
     The interval (95 %) says where the ratio of new prompts, in new runs, would lie. Prompts are drawn with
-    replacement, the same ones for both variants; in a resample the sum of latencies stands for the wall time. On each
-    resample falls a difference between runs, from Student's t over the scatter of the runs there are: so few would,
-    drawn from themselves, tell too narrow an interval. no_interval: why there is none.
+    replacement, the same ones for both variants; in a resample the sum of latencies stands for the wall time.
+    no_interval: why there is none.
     """
     runs = [[level_figures([unit])["tok_s"] for unit in units] for units in (plain, variant)]
     figures = [level_figures(units)["tok_s"] for units in (plain, variant)]
@@ -183,11 +249,9 @@ def speed_up(plain: list[dict], variant: list[dict]) -> dict:
     def log_ratio(s):
         return np.log(s[2] / s[3]) - np.log(s[0] / s[1])
 
-    error, freedom = spread_of_runs(*(list(np.log(of)) for of in runs))
-    prompts = resamples(values, log_ratio) - log_ratio(values.sum(0))
-    between = error * np.random.default_rng(1).standard_t(freedom, (RUN_DRAWS, len(prompts)))
-    bounds = np.nanpercentile(prompts + between, [2.5, 97.5])
-    return {"speed_up": ratio, "interval": [float(ratio * np.exp(bound)) for bound in bounds], "no_interval": None}
+    bounds = interval_over(values, log_ratio, [list(np.log(of)) for of in runs])
+    shift = np.log(ratio) - log_ratio(values.sum(0))
+    return {"speed_up": ratio, "interval": [float(np.exp(bound + shift)) for bound in bounds], "no_interval": None}
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -201,15 +265,21 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 def same_text(plain: list[dict], variant: list[dict]) -> dict:
-    """Share of answers with the same token ids, and where the others part."""
+    """Share of answers with the same token ids, and where the others part.
+
+    other_context: later turns that are not compared, as the answers before them differ.
+    """
     pairs, differences = paired(plain, variant), []
+    common = {(u["repeat"], r["id"]) for u in plain for r in answered([u])} & {
+        (u["repeat"], r["id"]) for u in variant for r in answered([u])}
     for a, b in pairs:
         at = first_difference(a["output_ids"], b["output_ids"])
         if at is not None:
             tokens = [x["output_ids"][at] if at < len(x["output_ids"]) else None for x in (a, b)]
             differences.append({"id": a["id"], "position": at, "tokens": tokens})
     equal = len(pairs) - len(differences)
-    return {"compared": len(pairs), "equal": equal, "share": 1 - len(differences) / len(pairs) if pairs else None,
+    return {"compared": len(pairs), "equal": equal, "other_context": len(common) - len(pairs),
+            "share": 1 - len(differences) / len(pairs) if pairs else None,
             "differences": differences}
 
 

@@ -1,20 +1,17 @@
-"""Load on a server: so many prompts in flight at a time, each answer streamed and timed, and the energy it took."""
+"""Load on a server: so many prompts in flight, or prompts that arrive; each answer streamed and timed."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import json
 import re
-import socket
 import time
-import urllib.parse
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable, Iterator
 
 import aiohttp
-import pynvml
+import numpy as np
 
+from eagle3.bench_prompts import request_ids
 from eagle3.figures import acceptance
 from eagle3.servers import ServerGone
 from eagle3.stage import bar, log
@@ -23,6 +20,7 @@ from eagle3.stage import bar, log
 SPEC_FIELDS = (("spec_num_correct_drafts", "spec_correct_drafts_histogram"),
                ("spec_accept_token_num", "spec_accept_histogram"))
 PROGRESS_S = 5.0  # between two lines of the log
+NextTurn = Callable[[dict, list[dict]], list[int]]
 
 
 class Dropped(Exception):
@@ -87,7 +85,8 @@ async def stream_answer(session: aiohttp.ClientSession, url: str, body: bytes, i
     if finish["type"] == "abort":
         raise Dropped("aborted", str(finish.get("message")))
     return {"prompt_tokens": meta["prompt_tokens"], "completion_tokens": meta["completion_tokens"],
-            "finish": finish["type"], "cached_tokens": meta.get("cached_tokens"), "latency_s": times[-1],
+            "finish": finish["type"], "cached_tokens": meta.get("cached_tokens"),
+            **({"retracted": meta["num_retractions"]} if meta.get("num_retractions") else {}), "latency_s": times[-1],
             "times_s": [round(at, 5) for at in times], "counts": counts, "spec": spec_counts(meta),
             "output_ids": ids if incremental else answer["output_ids"] if counts[-1] else []}
 
@@ -102,50 +101,107 @@ def kind_of(error: Exception) -> str:
 
 
 # ---- many in flight ----
-async def run_unit(connection: Connection, prompts: list[dict], streams: int, sampling: dict,
-                   label: str) -> tuple[list[dict], float]:
-    """All prompts, `streams` in flight at a time -> (records in prompt order, wall seconds). Raises ServerGone.
+def poisson_arrivals(rate: float, count: int, seed: list[int]) -> list[float]:
+    """Seconds at which `count` requests arrive, `rate` a second on average, each on its own; the first one at once."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    return [float(at) for at in np.cumsum(gaps) - gaps[0]]
+
+
+class Sending:
+    """The requests of one unit as they are sent, and what came of them: `records`, by prompt, a list of its turns."""
+
+    def __init__(self, connection: Connection, prompts: list[dict], sampling: dict, next_turn: NextTurn | None):
+        self.connection, self.prompts, self.sampling, self.next_turn = connection, prompts, sampling, next_turn
+        self.url = connection.url.rstrip("/") + "/generate"
+        self.bodies = [self.body(prompt["prompt_ids"]) for prompt in prompts]
+        self.records: dict[int, list[dict]] = {}
+        self.began, self.gone, self.shown, self.session = 0.0, False, None, None
+
+    def body(self, ids: list[int]) -> bytes:
+        return json.dumps({"input_ids": ids, "sampling_params": self.sampling, "stream": True}).encode()
+
+    def done(self) -> list[dict]:
+        return [record for records in self.records.values() for record in records]
+
+    async def ask(self, body: bytes) -> dict:
+        """One request. It is sent once: what fails is counted, since asked again it would be another load."""
+        started = time.perf_counter()
+        try:
+            record = await stream_answer(self.session, self.url, body, self.connection.incremental)
+        except Exception as error:  # one bad answer is a failed request, not the end of the measurement
+            record = {"error": kind_of(error), "message": str(error)[:300],
+                      "spent_s": round(time.perf_counter() - started, 5)}
+            broken = record["error"] in ("connection", "timeout")
+            if broken and not self.gone and not await asyncio.to_thread(self.connection.server.alive):
+                self.gone = True
+        self.shown.update()
+        return {"start_s": round(started - self.began, 5), **record}
+
+    def follow_up(self, prompt: dict, before: list[dict]) -> tuple[list[int], bytes]:
+        """The next question's ids and its request."""
+        ids = self.next_turn(prompt, before)
+        return ids, self.body(ids)
+
+    async def converse(self, number: int) -> None:
+        """A prompt, turn by turn. Raises UserError where the template refuses a later turn."""
+        prompt, asked = self.prompts[number], self.records.setdefault(number, [])
+        asked.append(await self.ask(self.bodies[number]))
+        for _ in prompt.get("turns", ()):
+            if "error" in asked[-1]:
+                asked.append({"error": "no answer before", "message": "the turn before it failed"})
+                self.shown.update()
+                continue
+            ids, body = await asyncio.to_thread(self.follow_up, prompt, asked)  # rendering must not hold up the others
+            asked.append({"prompt_ids": ids, **await self.ask(body)})
+
+    async def stream(self, todo: Iterator[int]) -> None:
+        """One stream: the next prompt as soon as the one before is answered. todo: shared by all streams."""
+        for number in todo:
+            if self.gone:
+                break
+            await self.converse(number)
+
+    async def arrive(self, number: int, due_s: float) -> None:
+        """A prompt at its time, however many others are in flight."""
+        await asyncio.sleep(max(0.0, self.began + due_s - time.perf_counter()))
+        if not self.gone:
+            await self.converse(number)
+            self.records[number][0]["due_s"] = round(due_s, 5)
+
+
+async def run_unit(connection: Connection, prompts: list[dict], streams: int, sampling: dict, label: str,
+                   arrivals: list[float] | None = None,
+                   next_turn: NextTurn | None = None) -> tuple[list[dict], float]:
+    """All prompts -> (records in the order of prompts and turns, wall seconds). Raises ServerGone, UserError.
+
+    `streams` in flight at a time; with `arrivals` each prompt so many seconds after the beginning instead. next_turn:
+    ids of the next question to a prompt with `turns`, from the records of those before.
 
     One thread for all streams: with a thread each the same server gave 5,183 tok/s instead of 6,195 (64 streams, H200).
     """
-    records, todo, gone = {}, iter(range(len(prompts))), False
-    url = connection.url.rstrip("/") + "/generate"
-    bodies = [json.dumps({"input_ids": prompt["prompt_ids"], "sampling_params": sampling, "stream": True}).encode()
-              for prompt in prompts]
-
-    async def worker() -> None:
-        nonlocal gone
-        for number in todo:  # shared: each stream takes the next prompt
-            if gone:
-                break
-            try:
-                records[number] = await stream_answer(session, url, bodies[number], connection.incremental)
-            except Exception as error:  # one bad answer is a failed request, not the end of the measurement
-                records[number] = {"error": kind_of(error), "message": str(error)[:300]}
-                broken = records[number]["error"] in ("connection", "timeout")
-                if broken and not gone and not await asyncio.to_thread(connection.server.alive):
-                    gone = True
-            shown.update()
+    sending, total = Sending(connection, prompts, sampling, next_turn), sum(map(len, map(request_ids, prompts)))
 
     async def progress() -> None:
         while True:
             await asyncio.sleep(PROGRESS_S)
-            log(progress_line(label, list(records.values()), len(prompts), time.perf_counter() - began))
+            log(progress_line(label, sending.done(), total, time.perf_counter() - sending.began))
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connection.timeout_s, sock_read=connection.timeout_s)
-    with bar(len(prompts), "prompt") as shown:
-        shown.set_description(label)
+    with bar(total, "request") as sending.shown:
+        sending.shown.set_description(label)
         async with aiohttp.ClientSession(headers=connection.headers, connector=aiohttp.TCPConnector(limit=0),
-                                         read_bufsize=1 << 20, timeout=timeout) as session:
-            began = time.perf_counter()
+                                         read_bufsize=1 << 20, timeout=timeout) as sending.session:
+            sending.began, todo = time.perf_counter(), iter(range(len(prompts)))
             reporter = asyncio.create_task(progress())
-            await asyncio.gather(*(worker() for _ in range(min(streams, len(prompts)))))
-            wall = time.perf_counter() - began
+            await asyncio.gather(*map(sending.arrive, range(len(prompts)), arrivals) if arrivals else
+                                 (sending.stream(todo) for _ in range(min(streams, len(prompts)))))
+            wall = time.perf_counter() - sending.began
             reporter.cancel()
-    if gone:
+    if sending.gone:
         raise ServerGone(f"{connection.server}: the server went away during {label}. Start it again; "
                          "the same command goes on with this level.")
-    return [{"id": prompt["id"], **records[number]} for number, prompt in enumerate(prompts)], wall
+    return [{"id": name, **record} for number, prompt in enumerate(prompts)
+            for name, record in zip(request_ids(prompt), sending.records[number])], wall
 
 
 def progress_line(label: str, done: list[dict], total: int, spent: float) -> str:
@@ -155,48 +211,3 @@ def progress_line(label: str, done: list[dict], total: int, spent: float) -> str
             + (f" | accept_length {accept['accept_length']:.2f}" if accept else "")
             + f" | failed {len(done) - len(answers)}"
             + (f" | eta {spent / len(done) * (total - len(done)):.0f}s" if done else ""))
-
-
-# ---- energy ----
-@functools.cache
-def gpus() -> list:
-    """NVML handles of this machine's GPUs; none without a driver.
-
-    The first call can hold the GPU up for seconds: not while something is measured.
-    """
-    try:
-        pynvml.nvmlInit()
-        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-
-
-def energy(handles: list) -> float | None:
-    """Joules that these GPUs have taken since the driver was loaded; None where one counts none (before Volta)."""
-    try:
-        return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles)) / 1000 if handles else None
-    except pynvml.NVMLError:
-        return None
-
-
-class Power:
-    """Mean power of this machine's GPUs over a `with` block, in watts.
-
-    None where the server at `url` runs on another machine, or the driver counts no energy. Counters are read before and
-    after: with `nvidia-smi` polled meanwhile a server gave 0.8 of its throughput (64 streams, H200).
-    """
-
-    def __init__(self, url: str):
-        self.watts, self.gpus = None, []
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind((urllib.parse.urlsplit(url).hostname, 0))  # only an address of this machine can be bound
-            self.gpus = gpus()
-
-    def __enter__(self) -> Power:
-        self.began, self.energy = time.perf_counter(), energy(self.gpus)
-        return self
-
-    def __exit__(self, *_) -> None:
-        after = energy(self.gpus)
-        if None not in (self.energy, after):
-            self.watts = (after - self.energy) / (time.perf_counter() - self.began)

@@ -5,6 +5,9 @@
 {"kind": "server", "variant", "info"}                    what the server of a variant said of itself
 {"kind": endpoints.probe_difference's, "key", ...}       what the target itself holds of two tokens where answers part
 
+`level` is a number of streams, or a rate of arrivals as text ("2.5/s"); requests and unit of prompts that were padded
+to a length also have "context" ("8k"). A unit holds "warmup" and "gpus" (gpu_state.look), which older reports have not.
+
 All but the requests end in "sha256": of the line without it, after the lines of the requests that it closes. Older
 reports have none.
 """
@@ -54,7 +57,7 @@ def unchanged(line: bytes, requests: list[bytes]) -> bool:
 
 
 def key_of(row: dict) -> tuple:
-    return tuple(row[key] for key in UNIT_KEYS)
+    return *(row[key] for key in UNIT_KEYS), row.get("context")
 
 
 def parsed(line: bytes) -> dict | None:
@@ -79,9 +82,12 @@ class Measured:
     to, or the one thing that it says, which is measured again; what is taken out is kept in raw.damaged.jsonl.
     """
 
-    def __init__(self, path: Path, ids: list[str] | None = None):
-        """ids: of the prompts in their order, as each unit must have them; None: not known. Raises UserError."""
-        self.path, self.ids = path, ids
+    def __init__(self, path: Path, ids: list[str] | dict[str | None, list[str]] | None = None):
+        """ids: of the requests in their order, as each unit must have them, or {context: those}; None: not known.
+
+        Raises UserError.
+        """
+        self.path, self.ids = path, ids if isinstance(ids, dict) or ids is None else {None: ids}
         self.units: list[dict] = []
         self.servers: dict[str, dict] = {}
         self.probes: dict[str, dict] = {}
@@ -131,7 +137,8 @@ class Measured:
         """A row that closes something; False where it is not what was written."""
         kind, right = row.pop("kind"), unchanged(line, group.lines)
         if kind == "unit":
-            right &= self.ids is None or [request.get("id") for request in group.requests] == self.ids
+            wanted = self.ids and self.ids.get(row.get("context"))
+            right &= self.ids is None or [request.get("id") for request in group.requests] == wanted
             self.units += [{**row, "requests": group.requests}] if right else []
         elif kind == "server" and right:
             self.servers[row["variant"]] = row["info"]
@@ -148,7 +155,7 @@ class Measured:
             os.fsync(file.fileno())
 
     def add_unit(self, about: dict, result: dict, requests: list[dict]) -> None:
-        """A finished unit; about: its variant, level and repeat; result: wall_s and watts."""
+        """A finished unit; about: its variant, level, repeat (and context); result: wall_s, watts and the like."""
         lines = [encoded({"kind": "request", **about, **request}) for request in requests]
         self._append([*lines, sealed({"kind": "unit", **about, **result}, lines)])
         self.units.append({**about, **result, "requests": requests})

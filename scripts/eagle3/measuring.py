@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Callable
 
 from eagle3 import bench_flags
+from eagle3.bench_prompts import contexts_of
 from eagle3.endpoints import Endpoints, contact, flush_cache, probe_difference
 from eagle3.figures import difference_key, level_figures, same_text
-from eagle3.load import Connection, Power, run_unit
+from eagle3.gpu_state import Power
+from eagle3.load import Connection, NextTurn, poisson_arrivals, run_unit
 from eagle3.measured import Measured
 from eagle3.servers import ServerGone
 from eagle3.stage import UserError, log
@@ -22,13 +24,22 @@ FOLDERS = ("model_path", "speculative_draft_model_path")  # of what a server tel
 
 @dataclass(frozen=True)
 class Unit:
-    """All prompts once, of one variant at one level."""
+    """All prompts once, of one variant at one level. context: the length that they were padded to, as --context has it.
+
+    level: streams, or a rate of arrivals as bench_flags.rate_name says it.
+    """
     variant: str
-    level: int
+    level: int | str
     repeat: int
+    context: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.variant} c{self.level} r{self.repeat}"
+        level = f"c{self.level}" if isinstance(self.level, int) else self.level
+        return f"{self.variant} {level}{f'@{self.context}' if self.context else ''} r{self.repeat}"
+
+    def row(self) -> dict:
+        """Of raw.jsonl."""
+        return {key: value for key, value in vars(self).items() if value is not None}
 
 
 @dataclass
@@ -44,6 +55,7 @@ class Benchmark:
     planned: list[Unit] = field(default_factory=list)
     repeats: int = 1
     measured: Measured | None = None
+    next_turn: NextTurn | None = None  # where prompts have several
     met: str | None = None  # the variant whose server has been looked at
     unable: dict[str, str] = field(default_factory=dict)  # sweep points that were left out, and why
 
@@ -55,8 +67,12 @@ class Benchmark:
         return self.drafters.get(variant) or next(iter(self.drafters.values()), DraftFolder(None))
 
     def unfinished(self) -> list[Unit]:
-        finished = {Unit(unit["variant"], unit["level"], unit["repeat"]) for unit in self.measured.units}
+        finished = {Unit(unit["variant"], unit["level"], unit["repeat"], unit.get("context"))
+                    for unit in self.measured.units}
         return [unit for unit in self.planned if unit not in finished]
+
+    def prompts_at(self, context: str | None) -> list[dict]:
+        return [prompt for prompt in self.prompts if prompt.get("context") == context]
 
     def unmet(self) -> list[str]:
         """Variants of whose server nothing is known: its line was damaged."""
@@ -76,9 +92,10 @@ def plan(bench: Benchmark, complete: bool) -> None:
     if complete and not args.repeats:
         bench.repeats = 1 + max((unit["repeat"] for unit in bench.measured.units), default=0)
     bench.config["repeats"] = bench.repeats
-    bench.planned = [Unit(variant, level, repeat) for repeat in range(bench.repeats)
+    bench.planned = [Unit(variant, level, repeat, context) for repeat in range(bench.repeats)
                      for variant in (bench.variants if repeat % 2 == 0 else reversed(bench.variants))
-                     for level in args.concurrency]
+                     for context in contexts_of(bench.prompts)
+                     for level in (*args.concurrency, *map(bench_flags.rate_name, args.request_rate))]
 
 
 # ---- unit by unit ----
@@ -118,7 +135,7 @@ def meet(bench: Benchmark, variant: str, url: str) -> None:
     """Look at a server before the first unit there: is it the one it should be, and was? Raises UserError."""
     if variant == bench.met:
         return
-    bench.met, servers = variant, bench.measured.servers
+    bench.met, servers, args = variant, bench.measured.servers, bench.args
     info = contact(url, variant, bench.endpoints.headers, bench.drafter(variant))
     for name, known in servers.items():
         if Path(known["model_path"]).name != Path(info["model_path"]).name:
@@ -131,28 +148,32 @@ def meet(bench: Benchmark, variant: str, url: str) -> None:
         raise UserError(f"{bench.endpoints}: other {', '.join(differs)} than in {bench.measured.path}. "
                         "Start it as it was, or use another --output-dir.")
     bench.measured.add_server(variant, info)
+    bench_flags.check_lengths(bench.prompts, args.max_tokens, info.get("context_length"), str(bench.endpoints))
     log(f"{variant} at {url} | " + " | ".join(f"{key} {value}" for key, value in info.items() if value is not None))
 
 
 def measure_unit(bench: Benchmark, unit: Unit, url: str) -> None:
     """Warm up, empty the cache, measure. Raises UserError, ServerGone."""
-    args, prompts, info = bench.args, bench.prompts, bench.measured.servers[unit.variant]
+    args, prompts, info = bench.args, bench.prompts_at(unit.context), bench.measured.servers[unit.variant]
     sampling = {"max_new_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p,
                 "ignore_eos": args.fixed_length}
     connection = Connection(url, bench.endpoints.headers, bool(info["incremental_streaming_output"]),
                             args.request_timeout, bench.endpoints)
-    power = Power(url)
-    if args.warmup:
-        short = {**sampling, "max_new_tokens": min(16, args.max_tokens)}
-        asyncio.run(run_unit(connection, prompts[:args.warmup], unit.level, short, f"{unit} warm-up"))
+    streams, arrivals, power = unit.level, None, Power(url)
+    if unit.level in (rates := {bench_flags.rate_name(rate): rate for rate in args.request_rate}):
+        rate, streams = rates[unit.level], len(prompts)
+        # the same arrivals for each variant; in another repeat others
+        arrivals = poisson_arrivals(rate, len(prompts), [unit.repeat, round(rate * 1e6)])
+    warmup = warm_up(connection, prompts[:args.warmup], min(streams, args.warmup), sampling, f"{unit} warm-up")
     flush_cache(url, bench.endpoints.headers)
     with power:
-        requests, wall = asyncio.run(run_unit(connection, prompts, unit.level, sampling, str(unit)))
+        requests, wall = asyncio.run(run_unit(connection, prompts, streams, sampling, str(unit), arrivals,
+                                              bench.next_turn))
     if all("error" in request for request in requests):
         raise UserError(f"{bench.endpoints}: all {len(requests)} requests of {unit} failed; the first with "
                         f"{requests[0]['error']}: {' '.join(requests[0]['message'].split())}")
-    bench.measured.add_unit({"variant": unit.variant, "level": unit.level, "repeat": unit.repeat},
-                            {"wall_s": wall, "watts": power.watts}, requests)
+    bench.measured.add_unit(unit.row(), {"wall_s": wall, "watts": power.watts, "warmup": warmup, "gpus": power.state},
+                            requests)
     figures = level_figures([bench.measured.units[-1]])
     accept = figures["accept"]
     spoken = f"{figures['tok_s']:,.1f} tok/s | ttft p50 {figures['ttft_s']['p50'] * 1000:.0f} ms" \
@@ -162,6 +183,19 @@ def measure_unit(bench: Benchmark, unit: Unit, url: str) -> None:
         + f" | failed {sum(figures['failed'].values())} | {wall:.1f} s")
     if unit.variant != "plain" and not accept:
         log(f"note: the answers of SGLang {info['version']} carry no speculative counts: no accept_length")
+
+
+def warm_up(connection: Connection, prompts: list[dict], streams: int, sampling: dict, label: str) -> dict:
+    """Short answers that count in no figure: {"requests", "failed", "wall_s"}."""
+    if not prompts:
+        return {"requests": 0, "failed": 0, "wall_s": 0.0}
+    first_turns = [{key: value for key, value in prompt.items() if key != "turns"} for prompt in prompts]
+    short = {**sampling, "max_new_tokens": min(16, sampling["max_new_tokens"])}
+    requests, wall = asyncio.run(run_unit(connection, first_turns, streams, short, label))
+    failed = sum("error" in request for request in requests)
+    if failed:
+        log(f"note: {failed} of {len(requests)} requests of the warm-up failed: {requests[0].get('message', '')}")
+    return {"requests": len(requests), "failed": failed, "wall_s": round(wall, 3)}
 
 
 # ---- where greedy answers part: a near-tie or a fault ----
@@ -178,7 +212,8 @@ def probe_differences(bench: Benchmark) -> None:
                 continue
             url = bench.endpoints.use(bench.endpoints.variant or "plain")  # any server will do: take the one that runs
             near_tie = 1e-3 if measured.servers["plain"].get("dtype") == "float32" else 0.25
-            common = answers[difference["id"]]["output_ids"][:difference["position"]]
-            context = about[difference["id"]]["prompt_ids"] + common
+            answer = answers[difference["id"]]
+            asked = answer.get("prompt_ids") or about[difference["id"]]["prompt_ids"]  # the first: of a later turn
+            context = asked + answer["output_ids"][:difference["position"]]
             measured.add_probe(key, probe_difference(url, bench.endpoints.headers, context, difference["tokens"],
                                                      near_tie))

@@ -2,16 +2,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Callable, Iterable
 
+from eagle3.bench_prompts import about_requests, contexts_of
 from eagle3.figures import (BOOTSTRAP, CONTEXT_BUCKETS, acceptance, answered, context_bucket, count, difference_key,
-                            grouped, level_figures, paired, prediction_check, same_text, speed_up)
+                            grouped, level_figures, paired, pooled, prediction_check, same_text, speed_up)
 from eagle3.measured import Measured
 
 
 # ---- figures of the whole run ----
 def build_report(measured: Measured, prompts: list[dict], predictions: dict[str, dict | None], config: dict) -> dict:
     """Everything that is said about the run. predictions: training's, by variant; config: flag -> value."""
-    units = measured.units
+    # a rate is no level of streams: traffic.py has those
+    units = [unit for unit in pooled(measured.units, contexts_of(prompts)) if isinstance(unit["level"], int)]
     levels, names = sorted({unit["level"] for unit in units}), dict.fromkeys(unit["variant"] for unit in units)
     variants = sorted(names, key=lambda name: name != "plain")  # it may have been measured again, after the others
     steps = {name: measured.servers.get(name, {}).get("speculative_num_steps") or 0 for name in variants}
@@ -24,9 +27,9 @@ def build_report(measured: Measured, prompts: list[dict], predictions: dict[str,
         report["levels"][str(level)] = level_rows(of, steps, measured.probes, config)
     for name in variants:
         if name != "plain":
-            of = [unit for unit in units if unit["variant"] == name]
+            of = [unit for unit in measured.units if unit["variant"] == name]
             # one level's answers: at another level the same prompt may get another text
-            lowest = [record for unit in of if unit["level"] == levels[0] for record in unit["requests"]]
+            lowest = [record for unit in of if unit["level"] in levels[:1] for record in unit["requests"]]
             server = measured.servers.get(name, {})
             check = prediction_check(predictions.get(name), lowest, server, config["temperature"])
             report["variants"][name] = {**acceptance_groups(answered(of), prompts, steps[name]), "prediction": check}
@@ -34,8 +37,12 @@ def build_report(measured: Measured, prompts: list[dict], predictions: dict[str,
     return report
 
 
-def level_rows(of: dict[str, list[dict]], steps: dict[str, int], probes: dict, config: dict) -> dict[str, dict]:
-    """{variant: figures} of one level; of: {variant: its units}, plain first."""
+def level_rows(of: dict[str, list[dict]], steps: dict[str, int], probes: dict, config: dict,
+               basis: Callable | None = None) -> dict[str, dict]:
+    """{variant: figures} of one level; of: {variant: its units}, plain first.
+
+    basis: what makes of units those whose tok/s are compared, where they are not these.
+    """
     row, greedy, price = {}, config["temperature"] == 0, config["usd-per-hour"]
     for variant, units in of.items():
         row[variant] = figures = level_figures(units, steps[variant])
@@ -43,7 +50,7 @@ def level_rows(of: dict[str, list[dict]], steps: dict[str, int], probes: dict, c
             figures["usd_per_million_tokens"] = price / 3600 / figures["tok_s"] * 1e6
         if variant == "plain" or "plain" not in of:
             continue
-        figures |= speed_up(of["plain"], units)
+        figures |= speed_up(of["plain"], units) if basis is None else speed_up(basis(of["plain"]), basis(units))
         base, step = row["plain"]["decode_step_s"], figures["decode_step_s"]
         # what one verify step costs in plain steps: the emitted tokens a step above which speculation pays
         figures["break_even"] = step / base if base and step else None
@@ -65,7 +72,7 @@ def same_as_itself(units: list[dict]) -> float | None:
 
 def acceptance_groups(records: list[dict], prompts: list[dict], steps: int) -> dict:
     """Acceptance of one variant's answers, whole and by what their prompts are."""
-    about = {prompt["id"]: prompt for prompt in prompts}
+    about = about_requests(prompts)
     by_context = grouped(records, context_bucket, steps)
     return {"accept": acceptance(records, steps),
             "by_source": grouped(records, lambda record: about[record["id"]]["source"], steps),
@@ -93,6 +100,8 @@ def verdict(row: dict[str, dict]) -> str:
         said += f"; {failed} of {requests} requests of {variant} failed: look at them first" if failed else ""
         empty = row[variant].get("empty")
         said += f"; {empty} of {requests} answers of {variant} are empty" if empty else ""
+        if row[variant].get("held") is False:
+            said += f"; not held: {row[variant]['in_flight']:.1f} requests in flight with {variant}"
     return said
 
 
@@ -125,7 +134,8 @@ def figures_table(report: dict) -> str:
             text, interval = f.get("same_text") or {"compared": 0}, f.get("interval")
             failed = sum(f["failed"].values())
             rows.append([
-                level, variant, number(f["tok_s"], "{:,.1f}"),
+                level + ("" if f.get("held", True) else f" (held {f['in_flight']:.1f})"), variant,
+                number(f["tok_s"], "{:,.1f}"),
                 number(f.get("speed_up"), "{:.2f}x") + (f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else ""),
                 milliseconds(f["ttft_s"], ["p50", "p95"], 0), milliseconds(f["itl_s"], ["p50", "p95", "p99"], 1),
                 number(f["accept"] and f["accept"]["accept_length"]), shares(f["accept"]),
@@ -146,7 +156,13 @@ def level_remarks(level: str, variant: str, f: dict, version: str | None) -> lis
     """What the table has no room for: the cost of a verify step, energy, price, noise, and where answers part."""
     said = []
     if len(f.get("tok_s_repeats", ())) > 1:
-        said.append(f"tok/s of its runs: {', '.join(f'{tok_s:,.1f}' for tok_s in f['tok_s_repeats'])}.")
+        apart = f", {f['tok_s_spread']:.1%} apart" if f["tok_s_spread"] is not None else ""
+        said.append(f"tok/s of its runs: {', '.join(f'{tok_s:,.1f}' for tok_s in f['tok_s_repeats'])}{apart}.")
+    if f.get("held") is False:
+        said.append(f"the level was not held: {f['in_flight']:.1f} requests in flight on average. Ask more prompts.")
+    if f.get("retracted"):
+        said.append(f"the server took {f['retracted']} requests back out of its batch and began them again, for want "
+                    "of room in its KV cache.")
     if f.get("break_even") and f["accept"]:
         begun = sum(f["finish"].values()) - f["empty"]  # answers: the first token of each came from the prefill
         emitted = (f["output_tokens"] - begun) / f["accept"]["verify_steps"]
@@ -186,7 +202,8 @@ def prediction_sentence(check: dict) -> str:
 
 
 # ---- report.md ----
-def report_markdown(report: dict, plots: list[str]) -> str:
+def report_markdown(report: dict, plots: list[str], chapters: Iterable[str] = ()) -> str:
+    """report.md. chapters: lines of others."""
     out = ["# Drafter benchmark", ""]
     if report["units_done"] < report["units_planned"]:
         out += [f"**Incomplete: {report['units_done']} of {report['units_planned']} units measured. "
@@ -200,6 +217,7 @@ def report_markdown(report: dict, plots: list[str]) -> str:
                 "the cost of a verify step above holds both."]
     for variant, found in report["variants"].items():
         out += acceptance_chapter(variant, found) if found["accept"] else []
+    out += chapters
     if report.get("sweep"):
         out += ["", "## Best flags", ""]
         out += [f"- {level} stream(s): {best['variant']} ({best['tok_s']:,.1f} tok/s)\n\n      {best['command']}"

@@ -65,7 +65,7 @@ def drafter_variants(folders: list[Path], with_weights: bool = False) -> dict[st
     if twice := next((folder for folder, place in zip(folders, places) if places.count(place) > 1), None):
         raise UserError(f"--draft-path: {twice} stands there twice. Name each drafter once.")
     found = [DraftFolder(folder, read_provenance(folder, with_weights)) for folder in folders]
-    return dict(zip(["speculative"] if len(folders) == 1 else names_of(places), found))
+    return dict(zip(names_of(places) if len(folders) > 1 else ["speculative"], found))
 
 
 def flags_of_drafters(drafters: dict[str, DraftFolder]) -> dict[str, dict]:
