@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
-from eagle3 import bench_flags, binding  # noqa: E402
+from eagle3 import bench_flags, binding, break_even, simulated  # noqa: E402
 from eagle3.bench_prompts import (check_ids, contexts_of, load_prompts, prompts_of_training,  # noqa: E402
                                   request_ids)
 from eagle3.endpoints import Endpoints, contact  # noqa: E402
@@ -46,7 +46,8 @@ from eagle3.stage import (duration, log, open_stage, parse_args, read_json, read
 from eagle3.traffic import add_traffic  # noqa: E402
 from eagle3.traffic_report import rate_verdict, traffic_chapters, traffic_tables  # noqa: E402
 from eagle3.turns import Conversation  # noqa: E402
-from eagle3.variants import drafter_hashes, drafter_variants, flags_of_drafters, sweep_variants  # noqa: E402
+from eagle3.variants import (DraftFolder, drafter_hashes, drafter_variants, flags_of_drafters,  # noqa: E402
+                             sweep_variants)
 
 STAGE = "05_benchmark"
 RESTATED = ("slo-ttft-ms", "slo-itl-ms", "usd-per-hour")  # figures hang on them, measurements do not
@@ -59,6 +60,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 # ---- 1. what to send, and where ----
+def chosen(args: argparse.Namespace, document: dict) -> tuple[dict[str, DraftFolder], dict[str, dict]]:
+    """({name: drafter}, {variant: the flags that its server has besides}). document: the run file. Raises UserError."""
+    variants = {"plain": {}} if args.launch or args.baseline_url else {}
+    if args.break_even:
+        drafters = simulated.set_up(args, document)
+        return drafters, variants | simulated.variants(args, drafters)
+    drafters = drafter_variants(args.draft_path, args.doctor)
+    return drafters, variants | (sweep_variants(args.sweep_grid) if args.sweep else flags_of_drafters(drafters))
+
+
 def choose_tokenizer(bench: Benchmark) -> str:
     """The folder of the tokenizer that renders prompts. Raises UserError."""
     args, endpoints = bench.args, bench.endpoints
@@ -77,9 +88,10 @@ def hashes_of(bench: Benchmark) -> dict[str, str]:
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
     found = {"prompts": digest(bench.prompts)}
-    for variant, drafter in (bench.drafters or {"": bench.drafter("")}).items():
+    drafters = simulated.bound(bench.drafters) if bench.args.break_even else bench.drafters
+    for variant, drafter in (drafters or {"": bench.drafter("")}).items():
         hashes = {"prediction": digest(drafter.about), **(drafter_hashes(drafter.folder) if drafter.folder else {})}
-        found |= hashes if len(bench.drafters) < 2 else {f"{variant}/{name}": value for name, value in hashes.items()}
+        found |= hashes if len(drafters) < 2 else {f"{variant}/{name}": value for name, value in hashes.items()}
     return found
 
 
@@ -99,7 +111,7 @@ def prepare(bench: Benchmark) -> None:
     for rate in args.request_rate:
         log(f"{bench_flags.rate_name(rate)}: {most} prompts arrive over {duration(most / rate)}, once per variant and "
             "repeat")
-    if bench.repeats == 1 and "plain" in bench.variants:
+    if bench.repeats == 1 and "plain" in bench.variants and not args.break_even:
         log("note: measured once, nothing tells how far two runs of the same differ: no verdict. --repeats 2 gives one")
     bench_flags.check_descriptors(most if args.request_rate else min(max(args.concurrency), most))
     bench_flags.check_disk(args.output_dir, sum(len(request_ids(prompt)) for unit in todo
@@ -122,10 +134,21 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
         found["sweep"] = {level: best_flags(bench, row) for level, row in found["levels"].items()}
     if args.doctor:
         found["doctor"] = examine_drafter(bench, found["variants"])
+    if args.break_even:
+        earlier = out.parent / "report.json"  # of a drafter that was measured there
+        break_even.added(found, bench.measured.units, len(bench.prompts), predictions,
+                         {str(earlier): read_json(earlier)} if earlier.is_file() else {})
     drawn, found["not_drawn"] = draw_plots(found, out) if plots else ([], {})
     write_atomic(out / "report.json", json.dumps(cleaned(found), indent=1) + "\n")
-    write_atomic(bench.report_path, clean(report_markdown(found, drawn, traffic_chapters(found))))
+    text = break_even.markdown(found, drawn) if args.break_even else report_markdown(found, drawn,
+                                                                                     traffic_chapters(found))
+    write_atomic(bench.report_path, clean(text))
     return found
+
+
+def table_of(found: dict) -> str:
+    """The report's first table."""
+    return break_even.table(found) if found.get("break_even") else figures_table(found)
 
 
 def best_flags(bench: Benchmark, row: dict) -> dict | None:
@@ -160,9 +183,11 @@ def say(bench: Benchmark) -> None:
     found = write_report(bench, plots=True)
     for name, why in found["not_drawn"].items():
         log(f"note: {name} is not drawn: {why}")
-    print(figures_table(found), flush=True)
+    print(table_of(found), flush=True)
     for head, table in traffic_tables(found):
         print(f"{head}\n{table}", flush=True)
+    for said in break_even.remarks(found) if found.get("break_even") else ():
+        log(said)
     for variant, served in found["variants"].items():
         if served["prediction"]:
             log(f"{variant}: {prediction_sentence(served['prediction'])}")
@@ -195,6 +220,8 @@ def measure_and_report(bench: Benchmark) -> None:
     tokenizer = choose_tokenizer(bench)
     bench.endpoints.check_drafter(bench.drafters)
     bench.prompts = load_prompts(args, tokenizer)
+    if args.break_even:
+        bench.prompts = simulated.some(bench.prompts, max(args.concurrency))
     check_ids(bench.prompts, [*args.draft_path, tokenizer])
     if any("turns" in prompt for prompt in bench.prompts):
         bench.next_turn = Conversation(tokenizer, args.trust_remote_code).next_turn
@@ -210,7 +237,7 @@ def fill(bench: Benchmark) -> None:
     complete = (out / "manifest.json").exists() and bool(read_manifest(out, STAGE))
     bench.measured = Measured(out / "raw.jsonl", {
         context: [name for prompt in bench.prompts_at(context) for name in request_ids(prompt)]
-        for context in contexts_of(bench.prompts)})
+        for context in contexts_of(bench.prompts)}, bench.most_at)
     plan(bench, complete)
     log(f"config {json.dumps(bench.config)}")
     log(f"inputs {json.dumps(bench.inputs)}")
@@ -220,7 +247,7 @@ def fill(bench: Benchmark) -> None:
         if any(before["config"].get(flag) != bench.config[flag] for flag in RESTATED):
             say(bench)  # of the same measurements
         else:
-            print(figures_table(before), flush=True)
+            print(table_of(before), flush=True)
         log(f"done: {bench.report_path}")
         return
     (out / "manifest.json").unlink(missing_ok=True)  # there is more to do
@@ -228,7 +255,8 @@ def fill(bench: Benchmark) -> None:
     if args.doctor:  # before any server runs: a faulty folder may keep it from starting
         log_findings(examine_drafter(bench, {}))
     measure(bench, lambda begun: write_report(begun, plots=False))  # a killed run says what it has
-    probe_differences(bench)
+    if not args.break_even:
+        probe_differences(bench)
     bench.endpoints.close()
     say(bench)
     finish(bench)
@@ -240,13 +268,12 @@ def main(argv: list[str]) -> int | None:
     args = parse_args(build_parser(), "benchmark", argv)
     bench_flags.check_args(args)
     document = read_run_file(args.config) if args.config else {}
-    drafters = drafter_variants(args.draft_path, args.doctor)
     args.run_dir = args.run_dir or (Path(document["run_dir"]) if document.get("run_dir") else None)
     if args.doctor and not args.prompts and not args.dataset and args.run_dir:
         prompts_of_training(args)
-    variants = {"plain": {}} if args.launch or args.baseline_url else {}
-    variants |= sweep_variants(args.sweep_grid) if args.sweep else flags_of_drafters(drafters)
-    endpoints = Endpoints(args, document, variants)  # takes the logins out of the URLs
+    drafters, variants = chosen(args, document)
+    # takes the logins out of the URLs
+    endpoints = Endpoints(args, document, variants, simulated.environments(list(variants)))
     config = json.loads(json.dumps({key.replace("_", "-"): value for key, value in vars(args).items()}, default=str))
     try:
         measure_and_report(Benchmark(args, endpoints, list(variants), drafters, masked(config)))

@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
-from conftest import TINY_KIMI, load_script, post, run_here, run_script
+from conftest import ROOT, TINY_KIMI, free_port, load_script, post, run_here, run_script
 from eagle3.acceptance import walk
 from eagle3.batches import Sample, collate
 from eagle3.drafter import Drafter, read_shape
@@ -197,3 +198,32 @@ def test_a_drafter_with_latent_attention_is_served_as_predicted(run, rows, engin
     served_as_predicted(drafter, rows, engine)
     found = doctor(run, drafter, engine(draft=drafter), tmp_path / "report")
     assert found["findings"] == [] and found["gap"] is False and found["unchecked"] == {}, found
+
+
+@pytest.mark.slow  # seven server starts; the same with servers of known step times: test_break_even.py
+def test_the_speed_up_of_this_drafter_is_foretold_by_simulated_acceptance(run, tmp_path):
+    """05 --break-even on the real engine: SGLang heeds the simulation, step times are straight lines, and the drafter fits on them."""
+    command = ["{python}", str(ROOT / "scripts/cpu_engine/serve.py")]
+    plain = {"model-path": str(TINY_KIMI), "port": free_port(), "dtype": "float32", "max-running-requests": 32}
+    served = {"speculative-algorithm": "EAGLE3", "speculative-num-steps": STEPS, "speculative-eagle-topk": 1,
+              "speculative-num-draft-tokens": STEPS + 1}
+    document = {"run_dir": str(tmp_path), "build_vocab": {"draft-vocab-size": 256}, "servers": {
+        "plain": {"command": command, "flags": plain, "env": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}},
+        "speculative": {"extends": "plain", "flags": served}}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    done = run_script("05_benchmark", "--config", tmp_path / "run.yaml", "--launch", "--break-even", "--steps", 1, STEPS, "--accept-points", 2,
+                      "--concurrency", 1, 8, "--max-tokens", MAX_TOKENS, "--prompts", run / "responses", "--draft-path", run / "output/best",
+                      "--output-dir", tmp_path / "report", "--tokenizer", TINY_KIMI, timeout=900)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report/break_even/report.json").read_text())
+    print(done.stdout[-3000:])
+    for level, row in report["levels"].items():
+        for name, figures in row.items():
+            if name.startswith("steps"):  # no draft of a random drafter was right: the simulation let them pass
+                assert figures["accept"]["accept_length"] == float(name.split("accept")[1]), (level, name)
+    rows = {(row["level"], row["steps"]): row for row in report["break_even"]["rows"]}
+    assert set(rows) == {(level, steps) for level in (1, 8) for steps in (1, STEPS)}
+    assert all(1 < row["needs"] < 4 and row["at_most"] > 1 for row in rows.values())
+    checks = report["break_even"]["checks"]
+    assert [row["level"] for row in checks] == [1, 8] and all(row["emitted"] > 1.1 for row in checks)
+    assert all(abs(row["ratio"] - 1) < 0.3 for row in checks), checks  # of shared cores; the 5 % are for a machine of its own

@@ -15,10 +15,12 @@ DEFAULT_SWEEP = ["1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,1,6", "3,2,6", "3,4,8", 
 REPEATS, REPEATS_OF_SWEEP = 2, 1  # two tell how far runs differ; a sweep first of all ranks its points
 BYTES_PER_TOKEN, BYTES_PER_REQUEST = 20, 400  # of raw.jsonl
 SPARE_FILES = 64  # descriptors besides the streams
+MOST_STEPS, MOST_POINTS = 16, 5  # of --break-even
 # What may differ between a run and its resumption. Files and folders: `inputs` has the hashes of what was read there
 MAY_CHANGE = {"base-url", "baseline-url", "api-key-env", "launch-timeout", "request-timeout", "usd-per-hour", "run-dir",
               "config", "repeats", "trust-remote-code", "draft-path", "prompts", "dataset", "ids", "tokenizer",
-              "output-dir", "context-text", "slo-ttft-ms", "slo-itl-ms"}
+              "output-dir", "context-text", "slo-ttft-ms", "slo-itl-ms", "break-even", "steps",
+              "accept-points"}
 # Flags that older folders lack, and the values that change nothing: with those a folder is not bound to the flag
 YOUNGER = {"turns": 1, "context": [], "request-rate": []}
 
@@ -56,6 +58,14 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--output-dir", type=Path, default=Path("report"), metavar="DIR")
     add("--sweep", action="store_true", help="with --launch: try --sweep-grid and name the best flags of each level")
     add("--sweep-grid", nargs="+", default=DEFAULT_SWEEP, metavar="STEPS,TOPK,DRAFTS")
+    add("--break-even", action="store_true",
+        help="with --launch, before anything is trained: the accept_length from which speculation pays, for each level "
+             "and number of --steps, from a random drafter and SGLang's simulated acceptance; into "
+             "--output-dir/break_even. With --draft-path also how well that predicts a trained drafter's speed-up")
+    add("--steps", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="N", help="--break-even: draft steps")
+    add("--accept-points", type=int, default=2, metavar="N",
+        help="--break-even: accept_lengths simulated for each number of steps, from 1 up; a server start each. With 3 "
+             "the report says how straight the line through them is")
     add("--doctor", action="store_true",
         help="compare the served acceptance with training's prediction and look for the cause of a gap")
     add("--run-dir", type=Path, metavar="DIR", help="for --doctor: holds responses/, vocab_mapping/, hidden_states/")
@@ -102,6 +112,8 @@ def check_args(args: argparse.Namespace) -> None:
     if not args.launch and len(args.base_url) != max(1, len(args.draft_path)):
         raise UserError(f"--base-url: {len(args.base_url)} servers for {len(args.draft_path)} drafters. Name a server "
                         "for each --draft-path, in their order.")
+    if args.break_even:
+        check_break_even(args)
     repeats = 1 if args.repeats is None else args.repeats
     if min(args.concurrency) < 1 or args.max_tokens < 1 or repeats < 1 or args.warmup < 0:
         raise UserError("--concurrency, --max-tokens and --repeats must be at least 1, --warmup at least 0.")
@@ -113,7 +125,7 @@ def check_args(args: argparse.Namespace) -> None:
             0 <= args.usd_per_hour < math.inf):
         raise UserError("--launch-timeout and --request-timeout must be above 0, --usd-per-hour 0 or more.")
     check_traffic(args)
-    for flag, values in (("concurrency", args.concurrency), ("sweep-grid", args.sweep_grid),
+    for flag, values in (("concurrency", args.concurrency), ("sweep-grid", args.sweep_grid), ("steps", args.steps),
                          ("thinking", args.thinking), ("request-rate", list(map(rate_name, args.request_rate))),
                          ("context", list(map(context_tokens, args.context)))):
         if len(set(values)) < len(values):
@@ -142,6 +154,19 @@ def check_traffic(args: argparse.Namespace) -> None:
 def rate_name(rate: float) -> str:
     """As raw.jsonl and the report have it."""
     return f"{rate:g}/s"
+
+
+def check_break_even(args: argparse.Namespace) -> None:
+    """Raises UserError."""
+    if not args.launch:
+        raise UserError("--break-even starts a server for each number of --steps, so it needs --launch.")
+    if args.request_rate or args.turns > 1:
+        raise UserError("--break-even times steps at --concurrency and --context: leave out --request-rate and "
+                        "--turns.")
+    if args.sweep or args.doctor:
+        raise UserError("--break-even is before training, --sweep and --doctor are after it. Leave them out.")
+    if min(args.steps) < 1 or max(args.steps) > MOST_STEPS or not 2 <= args.accept_points <= MOST_POINTS:
+        raise UserError(f"--steps must be from 1 to {MOST_STEPS}, --accept-points from 2 to {MOST_POINTS}.")
 
 
 # ---- what has to be here before it begins ----

@@ -83,9 +83,11 @@ class Endpoints:
     speculative.
     """
 
-    def __init__(self, args: argparse.Namespace, document: dict, variants: dict[str, dict]):
-        """document: the run file."""
+    def __init__(self, args: argparse.Namespace, document: dict, variants: dict[str, dict],
+                 environments: dict[str, dict] | None = None):
+        """document: the run file; environments: {variant: what it lays over its role's `env`}."""
         self.args, self.servers, self.variants = args, document.get("servers") or {}, variants
+        self.environments = environments or {}
         self.process = self.variant = self.url = self.log = None
         self.logs = Path(document["run_dir"]) / "logs" if document.get("run_dir") else args.output_dir
         self.key = read_key(args.api_key_env)
@@ -114,7 +116,8 @@ class Endpoints:
                             "or give --base-url and --baseline-url.")
         spec = self.servers[role]
         flags = {**(spec.get("flags") or {}), **self.variants[variant]}
-        return {**self.servers, role: {**spec, "flags": flags}}, role
+        env = {**(spec.get("env") or {}), **self.environments.get(variant, {})}
+        return {**self.servers, role: {**spec, "flags": flags, "env": env}}, role
 
     def command(self, variant: str) -> tuple[list[str], dict[str, str]]:
         """argv and added environment of a variant's server. Raises UserError."""

@@ -19,6 +19,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Callable
 
 from eagle3.masking import cleaned
 from eagle3.stage import UserError, log, write_atomic
@@ -82,12 +83,13 @@ class Measured:
     to, or the one thing that it says, which is measured again; what is taken out is kept in raw.damaged.jsonl.
     """
 
-    def __init__(self, path: Path, ids: list[str] | dict[str | None, list[str]] | None = None):
+    def __init__(self, path: Path, ids: list[str] | dict[str | None, list[str]] | None = None,
+                 most_at: Callable[[int | str], int | None] = lambda level: None):
         """ids: of the requests in their order, as each unit must have them, or {context: those}; None: not known.
 
-        Raises UserError.
+        most_at: how many of them a unit at a level has; None: all. Raises UserError.
         """
-        self.path, self.ids = path, ids if isinstance(ids, dict) or ids is None else {None: ids}
+        self.path, self.ids, self.most_at = path, ids if isinstance(ids, dict) or ids is None else {None: ids}, most_at
         self.units: list[dict] = []
         self.servers: dict[str, dict] = {}
         self.probes: dict[str, dict] = {}
@@ -137,7 +139,7 @@ class Measured:
         """A row that closes something; False where it is not what was written."""
         kind, right = row.pop("kind"), unchanged(line, group.lines)
         if kind == "unit":
-            wanted = self.ids and self.ids.get(row.get("context"))
+            wanted = self.ids and self.ids.get(row.get("context"), [])[:self.most_at(row["level"])]
             right &= self.ids is None or [request.get("id") for request in group.requests] == wanted
             self.units += [{**row, "requests": group.requests}] if right else []
         elif kind == "server" and right:

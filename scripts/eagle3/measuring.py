@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
-from eagle3 import bench_flags
+from eagle3 import bench_flags, simulated
 from eagle3.bench_prompts import contexts_of
 from eagle3.endpoints import Endpoints, contact, flush_cache, probe_difference
 from eagle3.figures import difference_key, level_figures, same_text
@@ -63,6 +63,10 @@ class Benchmark:
     def report_path(self) -> Path:
         return self.args.output_dir / "report.md"
 
+    def most_at(self, level: int | str) -> int | None:
+        """How many of the prompts a unit has; None: all."""
+        return simulated.prompts_needed(level) if self.args.break_even else None
+
     def drafter(self, variant: str) -> DraftFolder:
         return self.drafters.get(variant) or next(iter(self.drafters.values()), DraftFolder(None))
 
@@ -96,6 +100,8 @@ def plan(bench: Benchmark, complete: bool) -> None:
                      for variant in (bench.variants if repeat % 2 == 0 else reversed(bench.variants))
                      for context in contexts_of(bench.prompts)
                      for level in (*args.concurrency, *map(bench_flags.rate_name, args.request_rate))]
+    if args.break_even:  # servers start slowly, and there are many: each once
+        bench.planned.sort(key=lambda unit: (bench.variants.index(unit.variant), unit.repeat))
 
 
 # ---- unit by unit ----
@@ -154,7 +160,8 @@ def meet(bench: Benchmark, variant: str, url: str) -> None:
 
 def measure_unit(bench: Benchmark, unit: Unit, url: str) -> None:
     """Warm up, empty the cache, measure. Raises UserError, ServerGone."""
-    args, prompts, info = bench.args, bench.prompts_at(unit.context), bench.measured.servers[unit.variant]
+    args, info = bench.args, bench.measured.servers[unit.variant]
+    prompts = bench.prompts_at(unit.context)[:bench.most_at(unit.level)]
     sampling = {"max_new_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p,
                 "ignore_eos": args.fixed_length}
     connection = Connection(url, bench.endpoints.headers, bool(info["incremental_streaming_output"]),
@@ -172,8 +179,9 @@ def measure_unit(bench: Benchmark, unit: Unit, url: str) -> None:
     if all("error" in request for request in requests):
         raise UserError(f"{bench.endpoints}: all {len(requests)} requests of {unit} failed; the first with "
                         f"{requests[0]['error']}: {' '.join(requests[0]['message'].split())}")
-    bench.measured.add_unit(unit.row(), {"wall_s": wall, "watts": power.watts, "warmup": warmup, "gpus": power.state},
-                            requests)
+    result = {"wall_s": wall, "watts": power.watts, "warmup": warmup, "gpus": power.state}
+    simulated.check({**unit.row(), **result, "requests": requests}, bench.endpoints)
+    bench.measured.add_unit(unit.row(), result, requests)
     figures = level_figures([bench.measured.units[-1]])
     accept = figures["accept"]
     spoken = f"{figures['tok_s']:,.1f} tok/s | ttft p50 {figures['ttft_s']['p50'] * 1000:.0f} ms" \

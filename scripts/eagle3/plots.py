@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from eagle3 import break_even
 from eagle3.report import shares
 
 
@@ -110,4 +111,5 @@ def draw_groups(plt, report: dict):
     return figure
 
 
-PLOTS = {"speed_up.png": draw_speed_up, "acceptance.png": draw_acceptance, "groups.png": draw_groups}
+PLOTS = {"speed_up.png": draw_speed_up, "acceptance.png": draw_acceptance, "groups.png": draw_groups,
+         "break_even.png": break_even.draw}
