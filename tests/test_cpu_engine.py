@@ -229,6 +229,57 @@ def refused(result):
     return result.stderr
 
 
+# ---- sampled verification ----
+CHAIN = [[1, 2, -1], [-1, -1, -1]]  # first child and next sibling of each token: root - 1 - 2
+FORK = [[1, -1, -1], [-1, 2, -1]]  # root - 1, 2
+
+
+def verify_sampled(tree, candidates, p, coins, last_coin, **thresholds):
+    """(accepted nodes, emitted tokens, draft_probs) of one request; p (n, V)."""
+    child, sibling = (torch.tensor([row]) for row in tree)
+    n, accepted, count = len(candidates), torch.full((1, 3), -1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+    predicts, refused = torch.zeros(n, dtype=torch.int32), torch.zeros(1, n, p.shape[1])
+    kernels.tree_speculative_sampling_target_only(
+        predicts=predicts, accept_index=accepted, accept_token_num=count, candidates=torch.tensor([candidates]), retrive_index=torch.arange(n)[None],
+        retrive_next_token=child, retrive_next_sibling=sibling, uniform_samples=torch.tensor([coins]),
+        uniform_samples_for_final_sampling=torch.tensor([last_coin]), target_probs=p[None], draft_probs=refused, deterministic=True, **thresholds)
+    path = accepted[0, :int(count) + 1].tolist()
+    return path, predicts[path].tolist(), refused[0]
+
+
+def test_sampled_verification_of_a_chain():
+    """A coin below the target's own probability accepts; what comes instead of a refused draft is drawn without it."""
+    p = torch.tensor([[0.1, 0.6, 0.3, 0.0], [0.5, 0.0, 0.25, 0.25], [0.2, 0.2, 0.2, 0.4]])
+    assert verify_sampled(CHAIN, [9, 1, 2], p, [0.59, 0.24, 0.0], 0.75)[:2] == ([0, 1, 2], [1, 2, 3])  # 0.2 + 0.2 + 0.2 <= 0.75
+    assert verify_sampled(CHAIN, [9, 1, 2], p, [0.59, 0.25, 0.0], 0.5)[:2] == ([0, 1], [1, 0])  # left: 0.5, 0, 0, 0.25
+    path, emitted, refused = verify_sampled(CHAIN, [9, 1, 2], p, [0.6, 0.0, 0.0], 0.25)
+    assert (path, emitted) == ([0], [2]) and refused[0].tolist() == pytest.approx([0, 0.6, 0, 0])  # left: 0.1, 0, 0.3; 0.1 <= 0.25 * 0.4
+    assert verify_sampled(CHAIN, [9, 3, 2], p, [0.0, 0.0, 0.0], 0.0)[:2] == ([0], [0])  # one without any probability: never
+    assert verify_sampled(CHAIN, [9, 1, 2], p, [0.9, 0.9, 0.0], 0.999, threshold_single=0.25)[:2] == ([0, 1, 2], [1, 2, 3])
+    assert verify_sampled(CHAIN, [9, 1, 2], p, [0.9, 0.4, 0.0], 0.0, threshold_acc=0.6)[:2] == ([0, 1, 2], [1, 2, 0])
+    certain = torch.tensor([[0.0, 1.0, 0.0, 0.0]] * 3)  # a greedy request among sampled ones
+    assert verify_sampled(CHAIN, [9, 1, 2], certain, [0.999, 0.999, 0.0], 0.999)[:2] == ([0, 1], [1, 1])
+
+
+@pytest.mark.parametrize("tree", [CHAIN, FORK])
+def test_what_is_emitted_first_is_drawn_as_the_target_draws(tree):
+    """Over a grid of coins; the second branch is tried where the first is refused."""
+    p, count, grid = torch.tensor([[0.15, 0.45, 0.3, 0.1]]).expand(3, 4).contiguous(), torch.zeros(4), [(i + 0.5) / 40 for i in range(40)]
+    accepted = 0
+    for coin in grid:
+        for last in grid:
+            path, emitted, _ = verify_sampled(tree, [9, 1, 2], p, [coin, 0.99, 0.99], last)
+            count[emitted[0]] += 1 / 1600
+            accepted += (len(path) > 1) / 1600
+    assert torch.allclose(count, p[0], atol=0.013) and accepted == pytest.approx(0.45 if tree is CHAIN else 0.75, abs=0.013)
+
+
+def test_the_nucleus_and_the_likeliest():
+    p = torch.tensor([[0.5, 0.1, 0.3, 0.1], [0.4, 0.3, 0.3, 0.0]])
+    assert torch.allclose(kernels.top_p_renorm_prob(p, torch.tensor([0.7, 0.5])), torch.tensor([[0.625, 0, 0.375, 0], [0.4, 0.3, 0.3, 0]]))
+    assert torch.allclose(kernels.top_k_renorm_prob(p, torch.tensor([1, 1 << 30], dtype=torch.int32)), torch.tensor([[1.0, 0, 0, 0], [0.4, 0.3, 0.3, 0]]))
+
+
 def test_refuses_another_sglang_version(tmp_path):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").touch()

@@ -1,9 +1,10 @@
 """Serve a model with the real SGLang 0.5.23 on a machine without a GPU.
 
 SGLang runs unmodified. What a CPU without AMX lacks stands in here: `sgl_kernel` (beside this file, plain torch),
-triton and torchvision (import stubs; nothing of theirs is called). Meant for small models: tests, the quickstart.
-Seen on 2 cores, shared with other work: ready in 13 s, 1 GB of memory. All of SGLang's flags are accepted; those in
-DEFAULTS are filled in unless given.
+triton and torchvision (import stubs; nothing of theirs is called). One choice of SGLang's is another: where it has no
+kernel for verifying by sampling it emits the argmax at any temperature, and here it has one. Meant for small models:
+tests, the quickstart. Seen on 2 cores, shared with other work: ready in 13 s, 1 GB of memory. All of SGLang's flags
+are accepted; those in DEFAULTS are filled in unless given.
 
     python scripts/cpu_engine/serve.py --model-path scripts/tiny_kimi --port 30000
     python scripts/cpu_engine/serve.py --model-path scripts/tiny_kimi --port 30000 --speculative-algorithm EAGLE3 \
@@ -137,6 +138,15 @@ def stand_in_for_mla_drafters():
     factory.get_rope_cpu = lambda *args: yarn(*args) if args[5] else factory.get_rope(*args[:-1])
 
 
+def stand_in_for_sampled_verification():
+    """SGLang has no kernel for it on a CPU, and so emits the argmax there and ignores the temperature; here is one."""
+    import sgl_kernel
+    from sglang.srt.speculative import eagle_utils
+    for name in ("tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob"):
+        setattr(eagle_utils, name, getattr(sgl_kernel, name))
+    eagle_utils._verify_uses_greedy = lambda *, is_all_greedy, **platform: is_all_greedy
+
+
 def prepare():
     """Everything that must stand before SGLang is imported."""
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="", TORCHDYNAMO_DISABLE="1")
@@ -154,6 +164,7 @@ def prepare():
     # AMX layer is chosen.
     override_platform(has_amx=True).install()
     stand_in_for_mla_drafters()
+    stand_in_for_sampled_verification()
 
 
 def fork_instead_of_spawn():

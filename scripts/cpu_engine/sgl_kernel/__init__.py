@@ -255,6 +255,65 @@ def verify_tree_greedy_cpu(predicts, accept_index, accept_token_num, candidates,
         predicts[accepted] = torch.tensor([wanted[row] for row in accepted.tolist()], dtype=predicts.dtype)
 
 
+# ---- sampled verification: sglang/srt/speculative/eagle_utils.py, eagle_sample ----
+def tree_speculative_sampling_target_only(predicts, accept_index, accept_token_num, candidates, retrive_index,
+                                          retrive_next_token, retrive_next_sibling, uniform_samples,
+                                          uniform_samples_for_final_sampling, target_probs, draft_probs,
+                                          threshold_single=1.0, threshold_acc=1.0, deterministic=True):
+    """Walk each tree as the target's sampling has it, after TreeSpeculativeSamplingTargetOnly of SGLang's
+    kernels/jit/include/sgl_kernel/speculative/sampling.cuh. By keyword.
+
+    A node's children are tried in turn: one is accepted where the node's coin lies below the target's probability of
+    all that were tried there, over threshold_acc, or where its own reaches threshold_single. After the last accepted
+    node a token is drawn from what the target has left without the refused children. target_probs, draft_probs [B, n,
+    V]; draft_probs (zeros) gets the refused ones; uniform_samples [B, n], ..._for_final_sampling [B]: coins in [0, 1).
+    out: as of verify_tree_greedy_cpu.
+    """
+    tables = (candidates, retrive_index, retrive_next_token, retrive_next_sibling, uniform_samples)
+    for b, (tokens, rows, child, sibling, coins) in enumerate(zip(*(table.tolist() for table in tables))):
+        path, p, refused, threshold = [0], target_probs[b], draft_probs[b], max(threshold_acc, 1e-9)
+        while len(path) < accept_index.shape[1]:
+            at, node, tried = path[-1], child[path[-1]], 0.0
+            while node != -1:
+                own = float(p[at, tokens[node]])
+                tried += own
+                if own > 0 and (coins[at] < tried / threshold or own >= threshold_single):
+                    break
+                refused[at, tokens[node]] = own
+                node = sibling[node]
+            if node == -1:
+                break
+            path.append(node)
+        accept_index[b, :len(path)] = torch.tensor([rows[node] for node in path])
+        accept_token_num[b] = len(path) - 1
+        left = p[path[-1]] if len(path) == accept_index.shape[1] else (p[path[-1]] - refused[path[-1]]).clamp_min(0)
+        below = left.cumsum(0)
+        drawn = int((below <= uniform_samples_for_final_sampling[b] * below[-1]).sum())
+        valid = left.nonzero()  # a coin that rounding leaves above all: the last token that has any probability
+        drawn = drawn if drawn < len(left) else int(valid[-1]) if len(valid) else len(left) - 1
+        emitted = [*(tokens[node] for node in path[1:]), drawn]
+        predicts[[rows[node] for node in path]] = torch.tensor(emitted, dtype=predicts.dtype)
+
+
+def top_k_renorm_prob(probs, top_ks):
+    """Returns probs [N, V] with the top_ks [N] likeliest tokens of each row (and those as likely as the last), summing
+    to 1. As flashinfer.sampling.top_k_renorm_probs.
+    """
+    ranked = probs.sort(-1, descending=True).values
+    least = ranked.gather(1, (top_ks.long().clamp(1, probs.shape[1]) - 1)[:, None])
+    kept = probs.where(probs >= least, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_p_renorm_prob(probs, top_ps):
+    """Returns probs [N, V] with the fewest likeliest tokens that reach top_ps [N] (and those as likely as the last),
+    summing to 1. As flashinfer.sampling.top_p_renorm_probs.
+    """
+    ranked = probs.sort(-1, descending=True).values
+    needed = ((ranked.cumsum(-1) - ranked) < top_ps[:, None]).sum(-1)
+    return top_k_renorm_prob(probs, needed)
+
+
 # The attention backend looks its two kernels up here.
 torch.ops.sgl_kernel.extend_attention_cpu = extend_attention_cpu
 torch.ops.sgl_kernel.decode_attention_cpu = decode_attention_cpu
