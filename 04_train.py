@@ -57,7 +57,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import train_flags  # noqa: E402
 from eagle3.acceptance import evaluate  # noqa: E402
-from eagle3.checked import forget  # noqa: E402
 from eagle3.checkpoints import begun, repair, writing  # noqa: E402
 from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
@@ -298,8 +297,6 @@ def as_begun(output: Path, config: dict, old: dict) -> dict | None:
     """The config of before as it counts now: None where no checkpoint came of it."""
     if begun(output):  # of --finetune-from the hash counts (in `inputs`), not how its path is spelled
         return old | {"finetune-from": config["finetune-from"]}
-    if old.get("inputs") != config["inputs"]:
-        forget(output / "checked")
     return None
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from conftest import ROOT, free_port, load_script
 from train_reference import (learnable_samples, one_thread, random_sample, write_hidden_states,  # noqa: F401
                              write_learnable_run, write_mapping, write_target)
-from eagle3 import supply, training_plot
+from eagle3 import check_records, supply, training_plot
 from eagle3.batches import seen_in_epoch
 from eagle3.checkpoints import checkpoints
 from eagle3.metrics import listed, step_metrics
@@ -331,7 +331,7 @@ def test_several_folders_with_weights(toy, tmp_path, monkeypatch, undrawn):
     assert manifest["counts"] | {"steps": 0} == {"kept": 70, "dropped": {}, "train": 60, "validation": 10,
                                                  "truncated": 0, "steps": 0}
     assert stage["inputs"] == manifest["inputs"] and stage["data-weight"] == [0.5, 2.0] and "val-data-dir" not in stage
-    assert {path.parent.name for path in (tmp_path / "o/checked").rglob("*.safetensors")} == {"1", "2", "val"}
+    assert sum("| 0 samples known" in line or " 0 read" in line for line in lines) == 3  # one for each folder
     with pytest.raises(UserError, match="begun with another config"):
         trained(toy, tmp_path / "o", *flags, data=("more", "hidden_states"))
 
@@ -351,7 +351,6 @@ def test_one_folder_is_split_and_kept_as_it_was(toy, tmp_path, undrawn):
     trained(toy, tmp_path / "o", "--max-steps", 1)
     ranked = sorted((f"r{i}" for i in range(40)), key=lambda name: hashlib.sha256(f"0:{name}".encode()).hexdigest())
     assert ids_in(tmp_path / "o") == sorted(ranked[:4])
-    assert [path.name for path in (tmp_path / "o/checked").iterdir()] == ["00000000.safetensors"]
 
 
 def test_two_ranks_over_several_folders_equal_one(toy, tmp_path, undrawn):
@@ -520,17 +519,13 @@ def test_loss_on_all_is_training_on_masks_of_ones(tmp_path, undrawn):
     assert validated(tmp_path / "still/all") == validated(tmp_path / "still/response")
 
 
-def test_what_was_checked_without_prompts_is_checked_again_for_them(toy, tmp_path, undrawn):
-    """A cache of --loss-on response has no mass of the prompts' tokens; the other way round it serves."""
-    flags = "--max-steps", 1
-    trained(toy, tmp_path / "response", *flags)
-    shutil.copytree(tmp_path / "response/checked", tmp_path / "all/checked")
-    cache = tmp_path / "all/checked/00000000.safetensors"
-    before = cache.read_bytes()
-    trained(toy, tmp_path / "all", "--loss-on", "all", *flags)
-    with_prompts = cache.read_bytes()
-    assert with_prompts != before
-    shutil.copytree(tmp_path / "all/checked", tmp_path / "again/checked")
-    trained(toy, tmp_path / "again", *flags)
-    assert (tmp_path / "again/checked" / cache.name).read_bytes() == with_prompts
-    assert torch.equal(master_of(tmp_path / "again", 1), master_of(tmp_path / "response", 1))
+def test_what_was_checked_without_prompts_is_checked_again_for_them(toy, tmp_path, undrawn, monkeypatch):
+    """Records of --loss-on response have no mass of the prompts' tokens."""
+    monkeypatch.setattr(check_records, "SETTLED_NS", 0)
+    shutil.copytree(toy / "hidden_states", tmp_path / "hidden_states", ignore=shutil.ignore_patterns("checked"))
+    flags = dict(data=(tmp_path / "hidden_states",))
+    known = [next(line for line in trained(toy, tmp_path / str(number), "--max-steps", 1, "--loss-on", loss_on, **flags) if " known " in line)
+             for number, loss_on in enumerate(("response", "all", "response", "all"))]
+    assert [" 0 read" in line for line in known] == [False, False, True, True]
+    for left, right in ((0, 2), (1, 3)):
+        assert torch.equal(master_of(tmp_path / str(left), 1), master_of(tmp_path / str(right), 1))

@@ -19,11 +19,13 @@ from safetensors.torch import load_file, save_file
 from conftest import ROOT, free_port, load_script, run_script
 from train_reference import learnable_samples, one_thread, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target  # noqa: F401
 from eagle3.batches import Sample, collate, pack, plan_epoch, split_samples
+from eagle3.check_records import Records
 from eagle3.checked import read_checked, response_mass
 from eagle3.checkpoints import checkpoints, repair
 from eagle3.drafter import Drafter, Shape
 from eagle3.mla import Latent
 from eagle3.optimizers import Gradients, adamw_
+from eagle3.schedule import plan_epochs
 from eagle3.stage import UserError
 from eagle3.states import sample_path
 from eagle3.target import Target
@@ -490,17 +492,22 @@ def test_ranks_check_all_files_whenever_they_begin(run_folder, target, tmp_path,
     root, _ = run_folder
     index = [json.loads(line) for line in (root / "hidden_states/index.jsonl").read_text().splitlines()]
     facts = {"hidden_size": 32, "dtype": "float32", "target": "toy", "capture_layers": [2, 4, 6]}
-    inputs = SimpleNamespace(index=index, facts=facts, draft_ids=target[3], prompts=False,
+    source = SimpleNamespace(folder=root / "hidden_states", index=index, facts=facts, draft_ids=target[3], prompts=False, begun=False,
                              target=SimpleNamespace(final_norm=lambda: None))
     monkeypatch.setattr(checked, "CHECK_CHUNK", 6)
+    records = Records(tmp_path / "checked", tmp_path / "own", Process(0, 1, torch.device("cpu"), torch.float32))
+    files = {}
     for rank in range(2):
         process = Process(rank, 2, torch.device("cpu"), torch.float32)
-        checked.check_files(root / "hidden_states", tmp_path / "checked", inputs, target[2], process, 1)
-    samples, problems, _ = read_checked(root / "hidden_states", tmp_path / "checked", index, 64)
+        own, read, _ = checked.check_files(source, records, target[2], process, 1)
+        assert read == sum(len(index[start:start + 6]) for start in own) and not own.keys() & files.keys()
+        files |= own
+    files = [files[start] for start in sorted(files)]
+    samples, problems, _ = read_checked(root / "hidden_states", files, 64)
     assert sorted([sample.id for sample in samples] + list(problems)) == [row["id"] for row in index]
-    (tmp_path / "checked/00000006.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="00000006.safetensors: not readable"):
-        read_checked(root / "hidden_states", tmp_path / "checked", index, 64)
+    files[1].write_bytes(b"")
+    with pytest.raises(UserError, match="00000006-.*.safetensors: not readable"):
+        read_checked(root / "hidden_states", files, 64)
 
 
 def test_too_many_bad_samples_stop_the_run(run_folder, tmp_path):
@@ -596,13 +603,11 @@ def test_flags_that_cannot_be(run_folder, tmp_path, flags):
         train.main(argv)
 
 
-def test_fewer_micro_batches_than_ranks_are_refused(run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "join_processes", lambda *flags: Process(0, 50, torch.device("cpu"), torch.float32))
-    monkeypatch.setattr(train.dist, "monitored_barrier", lambda *group, **limits: None)
-    with pytest.raises(UserError, match="fewer than the 50 ranks"):
-        for rank in range(50):  # each rank checks its share of the files
-            monkeypatch.setattr(train, "join_processes", lambda *flags: Process(rank, 50, torch.device("cpu"), torch.float32))
-            train.main(list(map(str, arguments(run_folder, tmp_path / "output"))))
+def test_fewer_micro_batches_than_ranks_are_refused():
+    samples = [Sample(f"s{i}", Path(), 40, 3, None) for i in range(36)]
+    args = SimpleNamespace(order="shuffle", grad_accum=1, epochs=2, batch_tokens=128, seed=0, max_steps=None, data_weight=None)
+    with pytest.raises(UserError, match="36 training samples fill 12 micro-batches, fewer than the 50 ranks"):
+        plan_epochs(args, samples, SimpleNamespace(world=50))
 
 
 def test_a_rank_that_does_not_see_the_output_folder_is_refused(run_folder, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, free_port, load_script
 from train_reference import random_sample, write_hidden_states, write_index, write_mapping, write_sample, write_target
-from eagle3 import batches, checked, checkpoints, loader, patience
+from eagle3 import batches, check_records, checked, checkpoints, loader, patience
 from eagle3.batches import Sample
 from eagle3.checkpoints import make_best, repair, restore_best
 from eagle3.schedule import plan_epochs
@@ -241,12 +241,18 @@ def test_a_damaged_line_of_metrics_costs_its_row(toy, unbroken, tmp_path):
 
 
 @pytest.mark.parametrize("at", [-3, 200, 20])
-def test_what_was_found_in_samples_is_found_again_where_it_is_damaged(toy, unbroken, tmp_path, at):
+def test_what_was_found_in_samples_is_found_again_where_it_is_damaged(toy, unbroken, tmp_path, at, monkeypatch):
     """A byte of the masses, of the records, of the header."""
-    output = unfinished(unbroken, tmp_path / "o")
+    output, data = unfinished(unbroken, tmp_path / "o"), shutil.copytree(toy / "hidden_states", tmp_path / "data")
     shutil.rmtree(output / f"checkpoint-{steps(output)[-1]}")
-    flip(output / "checked/00000000.safetensors", at)
-    assert any("00000000.safetensors: damaged" in line for line in trained(toy, output)) and contents(output) == contents(unbroken)
+    shutil.rmtree(data / "checked", ignore_errors=True)
+    monkeypatch.setattr(check_records, "SETTLED_NS", 0)
+    trained(toy, tmp_path / "other", "--max-steps", 1, data=data)
+    [found] = data.glob("checked/*/*.safetensors")
+    flip(found, at)
+    said = trained(toy, output, data=data)
+    assert any(f"{found}: damaged" in line for line in said) and any("0 samples known" in line for line in said)
+    assert contents(output) == contents(unbroken)
 
 
 def exported(folder: Path, step: int, weights: bytes = b"w") -> Path:
@@ -404,6 +410,7 @@ def test_a_validation_sample_that_cannot_be_read(toy, unbroken, tmp_path, monkey
 
 def test_a_disk_that_fails_while_the_data_is_checked(toy, unbroken, tmp_path, monkeypatch):
     """For a moment: nothing. For good: the sample is skipped; too many: the same folder looks at them again."""
+    data = shutil.copytree(toy / "hidden_states", tmp_path / "data", ignore=shutil.ignore_patterns("checked"))
     read, left = StateFile.read_bytes_into, Counter()
 
     def reads(self, view, offset):
@@ -414,17 +421,17 @@ def test_a_disk_that_fails_while_the_data_is_checked(toy, unbroken, tmp_path, mo
 
     monkeypatch.setattr(StateFile, "read_bytes_into", reads)
     left.update({"s03": 3, "s07": 1})
-    trained(toy, tmp_path / "o")
+    trained(toy, tmp_path / "o", data=data)
     assert contents(tmp_path / "o") == contents(unbroken)
     left.update({"s03": 4})
     monkeypatch.setattr(checked, "MAX_BAD", 0.03)
-    trained(toy, tmp_path / "p", "--max-steps", 1)
+    trained(toy, tmp_path / "p", "--max-steps", 1, data=data)
     assert json.loads((tmp_path / "p/manifest.json").read_text())["counts"]["dropped"] == {"cannot be read": 1}
     monkeypatch.setattr(checked, "MAX_BAD", 0.01)
     left.update({"s03": 4})
     with refused(r"1 of 40 samples are bad \({'cannot be read': 1}.*See to the disk"):
-        trained(toy, tmp_path / "q")
-    trained(toy, tmp_path / "q")
+        trained(toy, tmp_path / "q", data=data)
+    trained(toy, tmp_path / "q", data=data)
     assert contents(tmp_path / "q") == contents(unbroken)
 
 
@@ -614,7 +621,7 @@ def test_what_a_refused_attempt_found_in_other_data_is_forgotten(toy, unbroken, 
     write_index(other, [write_sample(other, row["id"], random_sample(row["tokens"], "tail", head, rng)) for row in index])
     with refused("leaves none"):
         trained(toy, tmp_path / "o", "--val-ratio", 0.99, data=other)
-    assert list((tmp_path / "o/checked").iterdir())
+    assert list(other.glob("checked/*/*.safetensors"))
     trained(toy, tmp_path / "o")
     assert contents(tmp_path / "o") == contents(unbroken)
 
@@ -681,7 +688,7 @@ def test_a_full_disk_while_saving_leaves_the_checkpoints_good(toy, unbroken, tmp
     assert contents(tmp_path / "o") == contents(unbroken)
 
 
-@pytest.mark.parametrize("room, name", [("metrics", "Metrics.add"), ("checked", "write_atomic"), ("checkpoints", "write_atomic")])
+@pytest.mark.parametrize("room, name", [("metrics", "Metrics.add"), ("check_records", "write_atomic"), ("checkpoints", "write_atomic")])
 def test_other_files_on_a_full_disk(toy, unbroken, tmp_path, monkeypatch, room, name):
     """metrics.jsonl, what was found in the samples, val_ids.json."""
     module = sys.modules[f"eagle3.{room}"]
@@ -690,6 +697,7 @@ def test_other_files_on_a_full_disk(toy, unbroken, tmp_path, monkeypatch, room, 
     def full(*args):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
+    shutil.rmtree(toy / "hidden_states/checked", ignore_errors=True)
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, full)
         with refused("Disk quota exceeded.*Make room"):

@@ -1,32 +1,24 @@
-"""Every sample is read whole and checked once before training; what is found is kept in <output>/checked/.
-
-A file of checked/ holds CHECK_CHUNK samples of the index: `mass` of their response tokens, one after the other, and
-in its metadata a record each: {"id", "problem"} or {"id", "problem": null, "tokens", "spans": [[first, end of the
-response]], "agreed", "predicted"}, and with --loss-on all "mass_from": 1, as the prompt's tokens have a mass, too.
+"""Every sample is read whole and checked once before training; check_records.py keeps what is found.
 
 Shapes: T tokens of a sample, S its first response token, Vt target vocabulary, Vd draft vocabulary, H hidden.
 """
 from __future__ import annotations
 
-import hashlib
-import json
-import re
+import os
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
 
 from eagle3.batches import Sample
-from eagle3.checkpoints import writing
+from eagle3.check_records import Records, key_of, masses_of, read_chunk, settled, stat_of, still_true
 from eagle3.drafter import chunks, logits_of
-from eagle3.processes import LONG_WORK, meet
-from eagle3.stage import UserError, bar, duration, log, write_atomic
+from eagle3.processes import LONG_WORK, all_ranks, meet
+from eagle3.stage import UserError, bar, duration, log
 from eagle3.states import UNREADABLE, check_sample, response_start, sample_path
 
 CHECK_CHUNK = 256
@@ -59,45 +51,64 @@ def other_target(folder: Path, agreement: float) -> UserError:
                      "lm_head(last_hidden_states). The states are not of this target: extract again.")
 
 
-def check_files(folder: Path, cache: Path, inputs, head: torch.Tensor, process, workers: int) -> None:
-    """Read this rank's share of the files once, and keep what is found in `cache`.
+def check_files(source, records: Records, head: torch.Tensor, process,
+                workers: int) -> tuple[dict[int, Path], int, int]:
+    """Read what of this rank's share of the files is not known yet, and keep what is found.
 
-    inputs: of its facts, index, target, draft_ids and prompts (`sources.Source`).
+    Returns ({first row of the index: where its record stands}, samples read, their bytes). source: `sources.Source`.
     """
-    with writing(cache):
-        cache.mkdir(exist_ok=True, parents=True)
-    index, norm = inputs.index, inputs.target.final_norm()
-    head, draft_ids = head.to(process.device, process.dtype), inputs.draft_ids.to(process.device)
+    folder, index, norm = source.folder, source.index, source.target.final_norm()
+    head, draft_ids = head.to(process.device, process.dtype), source.draft_ids.to(process.device)
     # A rank's share must not depend on what others have finished when it looks
-    mine = range(0, len(index), CHECK_CHUNK)[process.rank::process.world]
-    todo = [start for start in mine if not is_whole(cache / f"{start:08d}.safetensors", inputs.prompts)]
+    mine = list(range(0, len(index), CHECK_CHUNK)[process.rank::process.world])
+    turn = os.getpid() % max(1, len(mine))  # runs side by side begin in different places and take over from each other
     begun = told = time.monotonic()
-    read = 0
-    with ThreadPoolExecutor(max(1, workers)) as pool, bar(len(todo) * CHECK_CHUNK, "sample") as progress:
-        def submit(row):
-            return pool.submit(check_sample, sample_path(folder, row["id"]), row, inputs.facts, len(head), norm)
+    files, read, read_bytes = {}, 0, 0
+    with ThreadPoolExecutor(max(1, workers)) as pool, bar(len(mine) * CHECK_CHUNK, "sample") as progress:
+        def look(row):
+            path = sample_path(folder, row["id"])
+            stat = stat_of(path)
+            sure = settled(stat)
+            problem, tensors = check_sample(path, row, source.facts, len(head), norm)
+            return stat if sure and stat_of(path) == stat else None, problem, tensors
 
-        for number, start in enumerate(todo, 1):
-            rows, records, masses = index[start:start + CHECK_CHUNK], [], [torch.zeros(0)]
-            for row, (problem, tensors) in in_order(rows, submit, 2 * workers + 1):
-                record = {"id": row["id"], "problem": problem}
-                if not problem:
-                    first = response_start(tensors["loss_mask"].numpy())
-                    mass_from = {"mass_from": 1} if inputs.prompts else {}
-                    mass, agreed, predicted = response_mass(tensors, first, head, draft_ids, **mass_from)
-                    record |= {"tokens": row["tokens"], "spans": [[first, row["tokens"]]], "agreed": agreed,
-                               "predicted": predicted, **mass_from}
-                    masses.append(mass)
-                    read += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-                records.append(record)
-            with writing(cache):
-                write_chunk(cache / f"{start:08d}.safetensors", torch.cat(masses), json.dumps(records))
+        for number, start in enumerate(mine[turn:] + mine[:turn], 1):
+            rows = index[start:start + CHECK_CHUNK]
+            ids = [row["id"] for row in rows]
+            stats = list(pool.map(stat_of, [sample_path(folder, sample_id) for sample_id in ids]))
+            files[start], known = still_true(records.candidates(start), ids, stats, source.begun)
+            if not files[start]:
+                unknown = [row for row in rows if row["id"] not in known]
+                for row, found in in_order(unknown, lambda row: pool.submit(look, row), 2 * workers + 1):
+                    known[row["id"]] = record_of(row, *found, head, draft_ids, source.prompts)
+                    read += 1
+                    read_bytes += tensor_bytes(found[2])
+                mass = torch.cat([torch.zeros(0), *(torch.as_tensor(known[name][1]) for name in ids)])
+                files[start] = records.keep(start, mass, [known[name][0] for name in ids])
             progress.update(CHECK_CHUNK)
             if process.rank == 0 and time.monotonic() - told > 10:
                 told = time.monotonic()
-                log(f"check {min(len(index), start + process.world * CHECK_CHUNK)}/{len(index)} | "
-                    f"{read / 1e9 / (told - begun):.2f} GB/s a rank | "
-                    f"eta {duration((told - begun) / number * (len(todo) - number))}")
+                log(f"check {min(len(index), number * process.world * CHECK_CHUNK)}/{len(index)} | "
+                    f"{read_bytes / 1e9 / (told - begun):.2f} GB/s a rank | "
+                    f"eta {duration((told - begun) / number * (len(mine) - number))}")
+    return files, read, read_bytes
+
+
+def record_of(row: dict, stat: list | None, problem: str | None, tensors: dict | None, head: torch.Tensor,
+              draft_ids: torch.Tensor, prompts: bool) -> tuple[dict, torch.Tensor]:
+    """(record, mass) of a sample that was read; stat: None where it may have changed meanwhile."""
+    record = {"id": row["id"], "stat": stat, "problem": problem}
+    if problem:
+        return record, torch.zeros(0)
+    first = response_start(tensors["loss_mask"].numpy())
+    mass_from = {"mass_from": 1} if prompts else {}
+    mass, agreed, predicted = response_mass(tensors, first, head, draft_ids, **mass_from)
+    return record | {"tokens": row["tokens"], "spans": [[first, row["tokens"]]], "agreed": agreed,
+                     "predicted": predicted, **mass_from}, mass
+
+
+def tensor_bytes(tensors: dict | None) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in (tensors or {}).values())
 
 
 def in_order(rows: list, submit, ahead: int):
@@ -111,70 +122,31 @@ def in_order(rows: list, submit, ahead: int):
         yield row, result
 
 
-# ---- a file of checked/ ----
-def write_chunk(path: Path, mass: torch.Tensor, records: str) -> None:
-    """`sha256`, of both, is a tensor: two keys of metadata come in no fixed order."""
-    digest = hashlib.sha256(mass.numpy().tobytes() + records.encode()).digest()
-    tensors = {"mass": mass, "sha256": torch.frombuffer(bytearray(digest), dtype=torch.uint8)}
-    write_atomic(path, save(tensors, {"samples": records}))
-
-
-def read_chunk(path: Path) -> tuple[np.ndarray, list[dict]]:
-    """(mass, records). Raises what says that it is not what was written; one of before there were sums is not asked."""
-    with safe_open(path, "np") as file:
-        mass, records = file.get_tensor("mass"), file.metadata()["samples"]
-        written = file.get_tensor("sha256").tobytes() if "sha256" in file.keys() else None
-    if written not in (None, hashlib.sha256(mass.tobytes() + records.encode()).digest()):
-        raise ValueError("not what was written")
-    return mass, json.loads(records)
-
-
-def is_whole(path: Path, prompts: bool) -> bool:
-    """prompts: only with the mass of the prompts' tokens."""
-    try:
-        _, records = read_chunk(path)
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        log(f"{path}: damaged ({error}); its samples are checked again")
-        return False
-    return not prompts or all(record["problem"] or "mass_from" in record for record in records)
-
-
-def read_checked(folder: Path, cache: Path, index: list[dict], max_tokens: int, prompts: bool = False):
+def read_checked(folder: Path, files: list[Path], max_tokens: int, prompts: bool = False):
     """(samples, problems {id: reason}, (response tokens that are the target's argmax, those predicted)).
 
-    prompts: loss from the first token on. Raises UserError.
+    files: of records, in the index's order; prompts: loss from the first token on. Raises UserError.
     """
     samples, problems, agreed, predicted = [], {}, 0, 0
-    for start in range(0, len(index), CHECK_CHUNK):
-        path = cache / f"{start:08d}.safetensors"
+    for path in files:
         try:
             mass, records = read_chunk(path)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UserError(f"{path}: not readable ({error}). Delete it and run the same command again.") from None
-        at = 0
-        for record in records:
+        for record, part in zip(records, masses_of(mass, records)):
             if record["problem"]:
                 problems[record["id"]] = record["problem"]
                 continue
-            [[first, end]] = record["spans"]
+            [[first, _]] = record["spans"]
             tokens, mass_from = min(record["tokens"], max_tokens), record.get("mass_from", first)
             sample = Sample(record["id"], sample_path(folder, record["id"]), tokens, first,
-                            mass[at:at + max(0, tokens - mass_from)], tokens < record["tokens"], loss_from=mass_from)
-            at, agreed, predicted = at + end - mass_from, agreed + record["agreed"], predicted + record["predicted"]
+                            part[:max(0, tokens - mass_from)], tokens < record["tokens"], loss_from=mass_from)
+            agreed, predicted = agreed + record["agreed"], predicted + record["predicted"]
             if sample.of_response().counts(1)[0]:
                 samples.append(sample if prompts else sample.of_response())
             else:
                 problems[record["id"]] = NO_LOSS
     return samples, problems, (agreed, predicted)
-
-
-def forget(cache: Path) -> None:
-    """What was found is found anew."""
-    for path in cache.rglob("*.safetensors"):
-        if re.fullmatch(r"\d{8}\.safetensors", path.name):
-            path.unlink()
 
 
 @dataclass
@@ -189,19 +161,23 @@ class Checked:
 def usable_samples(source, max_tokens: int, workers: int, head: torch.Tensor, process) -> Checked:
     """The samples of a folder (`sources.Source`), each read whole once. Raises UserError when too much is wrong."""
     folder, index = source.folder, source.index
-    check_files(folder, source.cache, source, head, process, workers)
+    key = all_ranks(key_of(source, head, process) if process.rank == 0 else None, process)[0]
+    records = Records(folder / "checked" / key, source.cache / key, process)
+    found = check_files(source, records, head, process, workers)
     meet(process, LONG_WORK)
-    samples, problems, (agreed, predicted) = read_checked(folder, source.cache, index, max_tokens,
-                                                             source.prompts)
+    parts = all_ranks(found, process)
+    read, read_bytes = (sum(part[i] for part in parts) for i in (1, 2))
+    process.say(f"check {folder} | {len(index) - read:,} samples known from an earlier check, {read:,} read "
+                f"({read_bytes / 1e9:.3f} GB)")
+    files = sorted(path for part in parts for path in part[0].items())
+    samples, problems, (agreed, predicted) = read_checked(folder, [path for _, path in files], max_tokens,
+                                                          source.prompts)
     dropped = Counter(problems.values())
     damaged = sorted(name for name, problem in problems.items() if not problem.startswith("no response token"))
     too_many = len(damaged) > MAX_BAD * len(index)
     for name in damaged[:10 if too_many else None] + sorted(problems.keys() - set(damaged))[:10]:
         process.say(f"skipped {sample_path(folder, name)} | {problems[name]}")
     if too_many:
-        meet(process, LONG_WORK)  # all have read it
-        if process.rank == 0:
-            forget(source.cache)  # what is mended is looked at again
         see = "See to the disk. " if UNREADABLE in dropped else ""
         raise UserError(f"{folder}: {len(damaged)} of {len(index)} samples are bad ({dict(sorted(dropped.items()))}; "
                         f"the first: {sample_path(folder, damaged[0])}). {see}Run 03_extract.py --verify, extract anew "

@@ -26,7 +26,7 @@ from eagle3.processes import Process
 from eagle3.report import markdown_table
 from eagle3.responses import part_files, read_jsonl
 from eagle3.sources import Source, once, read_source
-from eagle3.stage import SCHEMA, UserError, log, write_atomic
+from eagle3.stage import SCHEMA, UserError, log, sha256_file, write_atomic
 from eagle3.states import layer_list
 from eagle3.target import Target
 
@@ -56,7 +56,8 @@ def read_folders(args, target: Target) -> list[Source]:
     sources = [read_source(folder, target, torch.empty(0), Path()) for folder in args.data_dirs]
     if wanted is not None:
         sources = [replace(source, index=[row for row in source.index
-                                          if row["id"] in wanted or f"{number}/{row['id']}" in wanted])
+                                          if row["id"] in wanted or f"{number}/{row['id']}" in wanted],
+                           of=f"--ids {sha256_file(args.ids)} {number}")
                    for number, source in enumerate(sources, 1)]
     if not any(source.index for source in sources):
         of = f"none of the {len(wanted)} ids of {args.ids}" if wanted is not None else "no sample"

@@ -16,6 +16,7 @@ import torch
 
 from eagle3.batches import Sample
 from eagle3.checked import usable_samples
+from eagle3.checkpoints import begun
 from eagle3.inputs import read_index
 from eagle3.patience import patiently
 from eagle3.stage import UserError, read_manifest, sha256_file
@@ -34,9 +35,11 @@ class Source:
     target: Target
     draft_ids: torch.Tensor  # (Vd,)
     manifest_sha256: str
-    cache: Path  # where what was found in its files is kept
+    cache: Path  # where what is found in its files is kept, if not beside them (check_records.py)
     weight: float = 1.0  # how often a sample of it is seen in an epoch
     prompts: bool = False  # whether the prompts carry loss, too
+    begun: bool = False  # whether a checkpoint was trained without those that were found bad
+    of: str = ""  # where `index` has not all rows: which it has
 
 
 @dataclass
@@ -89,6 +92,8 @@ def read_sources(args, inputs, say) -> Sources:
         inputs.hashes["hidden_states"] = [source.manifest_sha256 for source in sources]
     for source, weight in zip(sources, args.data_weight or [1.0] * len(sources), strict=True):
         source.weight, source.prompts = weight, args.loss_on == "all"
+    for source in [*sources, *([held_out] if held_out else [])]:
+        source.begun = begun(args.output_dir)
     return Sources(sources, held_out)
 
 
