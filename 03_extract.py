@@ -32,6 +32,7 @@ from eagle3.again import Again  # noqa: E402
 from eagle3.extraction import FULL, Extraction  # noqa: E402
 from eagle3.incoming import clean_incoming, free_bytes, settle  # noqa: E402
 from eagle3.journal import Journal, write_bound, write_plan  # noqa: E402
+from eagle3.prefill_server import wait_until_ready  # noqa: E402
 from eagle3.responses import finished_parts  # noqa: E402
 from eagle3.samples import Sample, read_ids, read_samples  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, read_manifest, run,  # noqa: E402
@@ -59,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="only the first N samples (0: all). May change between calls, except with --max-disk-gb; a 04_train.py "
              "--follow that has begun keeps the plan that it read")
     add("--server-wait", type=float, default=1800, metavar="S",
-        help="how long all servers may be away, hang or be busy (a restart, a full queue)")
+        help="how long all servers may load, be away, hang or be busy (a restart, a full queue)")
     add("--request-timeout", type=float, default=900, metavar="S")
     add("--max-failed", type=float, default=0.01, metavar="SHARE",
         help="stop when more than this share of the samples, and more than one, is quarantined")
@@ -130,16 +131,14 @@ def forecast(job: Extraction, tokens: int) -> None:
 
 
 def check_servers(job: Extraction) -> int | None:
-    """All of them are there and take the key, and still nothing of an earlier process.
+    """All of them are there (one that loads is waited for) and take the key, and still nothing of an earlier process.
 
     Returns the target's vocabulary size where --verifier-path or a server tells it. Raises UserError.
     """
     sizes = [text_config(job.args.verifier_path).get("vocab_size")] if job.args.verifier_path else []
+    wait_until_ready(job.servers, job.args.server_wait)
     for server in job.servers:
         try:
-            if not server.healthy():
-                raise UserError(f"{server.url}: not healthy (its /health_generate does not answer well). "
-                                "Wait until the server is ready, or start it anew; then run this again.")
             sizes.append(server.vocab_size())
         except OSError as error:
             raise UserError(f"{server.url}: no server answers there ({type(error).__name__}). "

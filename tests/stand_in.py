@@ -65,7 +65,7 @@ class StandIn:
     answer to a GET; key: asked for where it is set, but not by health checks; most: requests in flight at once, so far.
     """
 
-    def __init__(self, folder: Path, layers: str = "1,2,3", width: int = 8):
+    def __init__(self, folder: Path, layers: str = "1,2,3", width: int = 8, port: int = 0):
         self.folder, self.layers, self.width, self.asked = folder, layers, width, []
         self.metadata: dict[str, str] = {}  # what its files say beside or instead of the usual
         self.before = lambda sample_id, folder: None
@@ -95,7 +95,7 @@ class StandIn:
             def log_message(self, *args):
                 pass
 
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.http.handle_error = lambda *args: None  # `before` raised: the connection ends, as a dying server's does
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()

@@ -375,7 +375,8 @@ def test_verify_finds_a_last_state_taken_one_block_early(copy, rows, responses, 
 def test_bad_input_is_one_line(tmp_path):
     """A process of its own once: exit code 2 and one line."""
     def said(data: Path, output: str, url="http://127.0.0.1:9", process=False) -> str:
-        return extract(data, tmp_path / output, url, tmp_path / "incoming", code=2, process=process).stderr
+        return extract(data, tmp_path / output, url, tmp_path / "incoming", "--server-wait", 0, code=2,
+                       process=process).stderr
 
     def made(name: str, *ids: str) -> Path:
         return write_responses(tmp_path / name, [{"id": key, "prompt_ids": [5], "response_ids": [6]} for key in ids])

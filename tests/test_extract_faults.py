@@ -250,9 +250,39 @@ def test_a_scheduler_that_hangs_for_ever_ends_the_run_in_one_line(stage):
     assert stage() == "" and stage.quarantine() == {}
 
 
-def test_a_server_that_hangs_before_anything_is_sent_is_refused(stage):
-    stage.servers[0].get = lambda path: (503 if path == "/health_generate" else 200, {})
-    assert "not healthy (its /health_generate does not answer well)" in line(stage) and stage.servers[0].asked == []
+def test_a_server_that_is_loading_is_waited_for(stage, monkeypatch):
+    """It does not listen, then it says 503, then it is ready: a line now and then, and everything is extracted."""
+    monkeypatch.setattr(prefill_server, "LINE_S", 0.8)
+    server = stage.servers[0]
+    server.http.server_close(), server.http.shutdown()
+    stage.servers[0] = loading = StandIn.__new__(StandIn)  # nobody listens at its port until it begins
+    loading.url = server.url
+
+    def load():
+        time.sleep(1.5)
+        StandIn.__init__(loading, stage.incoming, port=server.http.server_port)
+        warm = time.monotonic() + 1.5
+        loading.get = lambda path: (503 if "health" in path and time.monotonic() < warm else 200, {})
+
+    threading.Thread(target=load).start()
+    assert stage() == "" and len(loading.asked) == 20 and stage.quarantine() == {}
+    lines = [text for text in stage.out.splitlines() if "waiting for a server to be ready | " in text]
+    assert 2 <= len(lines) <= 6 and "no server answers there (ConnectionRefusedError) | 0s of 30m00s (--server-wait)" in lines[0]
+    assert "does not answer well: HTTP 503) | " in lines[-1]
+
+
+@pytest.mark.parametrize("answer, wait, words", [
+    (503, 0, "not healthy (its /health_generate does not answer well: HTTP 503). Start the server, or mend --base-url"),
+    (503, 0.4, "longer than 0s raise --server-wait"), (404, 60, "no SGLang answers there (it has neither"),
+    (401, 60, "it asks for a key (HTTP 401)")])
+def test_a_server_that_is_never_ready_is_one_line_within_the_bound(stage, answer, wait, words):
+    stage.servers[0].get = lambda path: (answer if "health" in path else 200, {})
+    assert words in line(stage, "--server-wait", wait) and stage.servers[0].asked == []
+
+
+def test_a_host_that_is_none_is_not_waited_for(stage):
+    said = line(stage, "--base-url", "http://no.such.host.invalid:30000")
+    assert "http://no.such.host.invalid:30000: no such host" in said and stage.servers[0].asked == []
 
 
 def test_a_proxy_that_knows_no_health_generate_is_asked_for_health(stage):
@@ -630,7 +660,7 @@ def test_limit_stays_in_bounded_mode(stage):
 
 def test_a_mode_may_change_before_the_first_sample(stage):
     stage.servers[0].get = lambda path: (503, {})
-    assert "not healthy" in line(stage, "--max-disk-gb", 1) and (stage.folder / "bound.json").exists()
+    assert "not healthy" in line(stage, "--max-disk-gb", 1, "--server-wait", 0) and (stage.folder / "bound.json").exists()
     stage.servers[0].get = lambda path: (200, {})
     assert stage() == "" and not (stage.folder / "bound.json").exists()
     assert "bounded" not in json.loads((stage.folder / "manifest.json").read_text())
@@ -846,5 +876,5 @@ def test_verify_again_by_other_weights_or_without_a_server_is_one_line(speaking)
     assert "1 of 20 samples failed (extracted again: failed 3 times: HTTP 500" in said
     assert speaking.quarantine() == {}
     server.close()
-    assert "no server answers there" in speaking("--verify-again", 1)
+    assert "no server answers there" in speaking("--verify-again", 1, "--server-wait", 0)
     assert "--verify-again at least 0" in speaking("--verify-again", -1)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from conftest import ROOT, free_port, sglang_package
+from conftest import ROOT, free_port, load_script, sglang_package
 from eagle3.server_log import STARTED, why_ended
 from eagle3.servers import call, flag_value, healthy, server_command, start_server, stop_server, url_of
 from eagle3.stage import UserError
@@ -127,11 +127,14 @@ def stub(tmp_path, text: str, **spec) -> dict:
     return {"plain": {"command": ["{python}", str(tmp_path / "stub.py")], "flags": {"port": free_port()}, **spec}}
 
 
-def serve(tmp_path, servers: dict) -> subprocess.CompletedProcess:
+def command(tmp_path, servers: dict, *more) -> list[str]:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"servers": servers}))
-    argv = [sys.executable, str(ROOT / "scripts/serve.py"), "--config", "run.yaml", "--role", "plain", "--log",
-            "logs/server.log"]
-    return subprocess.run(argv, cwd=tmp_path, text=True, capture_output=True, timeout=60)
+    return [sys.executable, "-u", str(ROOT / "scripts/serve.py"), "--config", "run.yaml", "--role", "plain", "--log",
+            "logs/server.log", *map(str, more)]
+
+
+def serve(tmp_path, servers: dict, *more) -> subprocess.CompletedProcess:
+    return subprocess.run(command(tmp_path, servers, *more), cwd=tmp_path, text=True, capture_output=True, timeout=60)
 
 
 def test_serve_repeats_the_reason_of_a_server_that_does_not_start_and_of_one_that_dies_later(tmp_path):
@@ -156,6 +159,87 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
     assert "plain ready at" in done.stdout
     assert done.returncode == 2
     assert "ended with code 3: ImportError: the patch was taken out. Read logs/server.log." in done.stderr
+
+
+# ---- --restart ----
+# Healthy until its health was asked twice; then it ends as the line of `ends` says whose number is that of its start
+MORTAL = """import http.server, os, pathlib, signal, sys, threading
+starts = len(pathlib.Path("starts").read_text()) if os.path.exists("starts") else 0
+open("starts", "a").write("x")
+end = (pathlib.Path("ends").read_text().split() + ["lives"] * 9)[starts]
+if end == "unready":
+    sys.exit("RuntimeError: no memory for the weights")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if end != "lives":
+            threading.Timer(0.05, die).start()
+def die():
+    sys.stderr.write(f"ImportError: of start {starts}\\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), int(end)) if end != "0" else os._exit(0)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+def mortal(tmp_path, ends: str) -> dict:
+    (tmp_path / "ends").write_text(ends)
+    return stub(tmp_path, MORTAL)
+
+
+def test_a_server_that_dies_is_brought_back_and_lives_until_somebody_stops_it(tmp_path):
+    """By kill -9, by an error, and while it starts; then SIGTERM to serve.py ends both, with 0 and without a restart."""
+    servers = mortal(tmp_path, "9 unready")
+    port = servers["plain"]["flags"]["port"]
+    with subprocess.Popen(command(tmp_path, servers, "--restart", 5), cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if sum("plain ready at" in said for said in lines) == 2:
+                break
+        assert healthy(f"http://127.0.0.1:{port}")
+        process.terminate()
+        assert process.wait(20) == 0 and process.stdout.read() == "" == process.stderr.read()
+    again = [line.partition(" serve ")[2].strip() for line in lines if "Starting it again" in line]
+    assert len(again) == 2 and "ended with code -9: ImportError: of start 0" in again[0]
+    assert again[0].endswith("Starting it again in 1 s (1 of 5)") and again[1].endswith("in 2 s (2 of 5)")
+    assert "code 1 before it was ready: RuntimeError: no memory for the weights" in again[1]
+    assert not healthy(f"http://127.0.0.1:{port}") and (tmp_path / "starts").read_text() == "xxx"
+
+
+@pytest.mark.parametrize("ends, restart, starts, words", [
+    ("9 9 9 9 9 9", 100, 3, "code -9: ImportError: of start 2.* It was started again 2 times, 3 of its last starts in vain"),
+    ("9 9", 1, 2, "code -9: ImportError: of start 1.* It was started again once"),
+    ("unready", 5, 1, "before it was ready: RuntimeError: no memory for the weights. Read .*log.$"),
+    ("15", 5, 1, "code -15: ImportError: of start 0.* Somebody stopped it: it is not started again"),
+    ("0", 5, 1, "code 0: ImportError: of start 0.* Somebody stopped it: it is not started again"),
+])
+def test_a_server_that_is_not_brought_back_ends_with_its_reason(tmp_path, monkeypatch, ends, restart, starts, words):
+    script = load_script("scripts/serve")
+    monkeypatch.setattr(script, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.chdir(tmp_path)
+    argv = command(tmp_path, mortal(tmp_path, ends), "--restart", restart)
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with pytest.raises(UserError, match=words):
+            script.main(argv[argv.index("--config"):])
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+    assert len((tmp_path / "starts").read_text()) == starts
+
+
+def test_sigterm_in_the_pause_before_a_restart_ends_it(tmp_path):
+    with subprocess.Popen(command(tmp_path, mortal(tmp_path, "9"), "--restart", 5), cwd=tmp_path, text=True,
+                          stdout=subprocess.PIPE) as process:
+        for line in process.stdout:
+            if "Starting it again in 1 s" in line:
+                process.terminate()
+                break
+        assert process.wait(20) == 0
+    assert (tmp_path / "starts").read_text() == "x"
 
 
 def test_no_secret_of_the_run_file_is_in_what_serve_prints_or_in_the_servers_log(tmp_path):

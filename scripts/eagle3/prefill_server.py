@@ -19,7 +19,7 @@ import httpx
 
 from eagle3.masking import hide
 from eagle3.samples import Sample
-from eagle3.stage import UserError, log
+from eagle3.stage import UserError, duration, log
 from eagle3.target import text_config
 
 BUSY = (429, 502, 503, 504)  # a full queue, or a proxy before a server that restarts
@@ -27,6 +27,7 @@ REJECTED = (400, 413, 422)   # this very request
 NO_RIGHT = (401, 403, 407)
 SILENT_S = 60.0       # with requests in flight, before a server is asked whether it still works
 HEALTH_S = 30.0       # for that answer; SGLang itself gives its scheduler 20
+LINE_S = 60.0         # between two lines about servers that are loading
 
 
 class Quarantined(Exception):
@@ -103,15 +104,38 @@ class Server:
         except OSError as error:
             self.lost(error)
 
-    def healthy(self) -> bool:
-        """Whether its scheduler answers. Raises OSError where nobody can be asked."""
+    def health(self) -> int:
+        """The status with which its scheduler answers, 0 where it keeps silent. Raises OSError: nobody can be asked."""
         try:
             status, _ = self.ask("GET", "/health_generate", None, HEALTH_S)
             if status == 404:  # something before it that knows no such route
                 status, _ = self.ask("GET", "/health", None, HEALTH_S)
         except TimeoutError:
-            return False
-        return status == 200
+            return 0
+        return status
+
+    def healthy(self) -> bool:
+        """Whether its scheduler answers well. Raises OSError where nobody can be asked."""
+        return self.health() == 200
+
+    def not_ready(self) -> str:
+        """Why it cannot be asked yet, "" where it can. Raises UserError where no waiting helps.
+
+        One that loads its model does not listen yet, or says 503 until it has warmed up.
+        """
+        try:
+            status = self.health()
+        except socket.gaierror as error:
+            raise UserError(f"{self.url}: no such host ({error.strerror}). Mend --base-url.") from None
+        except OSError as error:
+            return f"no server answers there ({type(error).__name__})"
+        if status in NO_RIGHT:
+            raise self.no_right(f"HTTP {status}")
+        if status == 404:
+            raise UserError(f"{self.url}: no SGLang answers there (it has neither /health_generate nor /health). "
+                            "Mend --base-url.")
+        said = f"HTTP {status}" if status else f"silent for {HEALTH_S:.0f} s"
+        return "" if status == 200 else f"not healthy (its /health_generate does not answer well: {said})"
 
     def alive(self) -> bool:
         """Whether it answers now; where it does not, it is hung or gone from here on."""
@@ -235,6 +259,21 @@ class Server:
         except UserError:
             return None
         return size if isinstance(size, int) else None
+
+
+def wait_until_ready(servers: list[Server], within: float) -> None:
+    """Until all of them can be asked, with a line a minute; at most so many seconds. Raises UserError."""
+    began, told = time.monotonic(), -math.inf
+    while waiting := [f"{server.url}: {why}" for server in servers if (why := server.not_ready())]:
+        now, words = time.monotonic(), "; ".join(waiting)
+        if now - began >= within:
+            raise UserError(f"{words}. Start the server, or mend --base-url; for one that loads longer than "
+                            f"{duration(within)} raise --server-wait. Then run this again.")
+        if now - told >= LINE_S:
+            told = now
+            log(f"waiting for a server to be ready | {words} | {duration(now - began)} of {duration(within)} "
+                "(--server-wait)")
+        time.sleep(min(1.0, within))
 
 
 def next_token(answer: bytes, sample: Sample) -> int:
