@@ -20,11 +20,14 @@ SECRET_ENV = "HF_TOKEN"
 
 class Paced:
     """jitter: standard deviation of the log of the pace between runs; prompts whose first id is in `empty` get no
-    token.
+    token. answer: the ids of an answer to `input_ids` (`tokens` times 7, if not given), None for a refusal; accept:
+    tokens a verify step, where it says that it speculates. `inputs`: the input_ids of each request.
     """
 
-    def __init__(self, pace_s=0.002, jitter=0.0, seed=0, port=0, key=None, empty=(), tokens=8, **info):
+    def __init__(self, pace_s=0.002, jitter=0.0, seed=0, port=0, key=None, empty=(), tokens=8, answer=None, accept=1,
+                 **info):
         self.pace_s, self.jitter, self.key, self.empty, self.tokens = pace_s, jitter, key, set(empty), tokens
+        self.answer, self.accept, self.inputs = answer or (lambda ids: [7] * self.tokens), accept, []
         self.random, self.factor, self.asked = random.Random(seed), 1.0, 0
         self.info = {"model_path": "paced", "version": "0.5.23", "speculative_algorithm": None} | info
         stand_in = self
@@ -62,23 +65,28 @@ class Paced:
                     stand_in.factor = math.exp(stand_in.random.gauss(0, stand_in.jitter))
                     return self.reply({})
                 stand_in.asked += 1
-                self.stream(body)
+                stand_in.inputs.append(body["input_ids"])
+                answer = stand_in.answer(body["input_ids"])
+                if answer is None:
+                    return self.reply({"error": "refused"}, 503)
+                self.stream(body, answer)
 
-            def stream(self, body):
+            def stream(self, body, answer):
                 self.send_response(200)
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
                 none = body["input_ids"][0] in stand_in.empty
-                count = 0 if none else min(stand_in.tokens, body["sampling_params"]["max_new_tokens"])
+                count = 0 if none else min(len(answer), body["sampling_params"]["max_new_tokens"])
                 began, pace = time.perf_counter(), stand_in.pace_s * stand_in.factor
                 for token in range(min(1, count), count + 1):
                     time.sleep(max(0, began + max(1, token) * pace - time.perf_counter()))
                     meta = {"prompt_tokens": len(body["input_ids"]), "completion_tokens": token, "cached_tokens": 0,
                             "finish_reason": {"type": "stop"} if token == count else None}
                     if stand_in.info["speculative_algorithm"] and count > 1:
-                        meta |= {"spec_verify_ct": count - 1, "spec_num_correct_drafts": 0,
-                                 "spec_correct_drafts_histogram": [count - 1]}
-                    event = {"text": "", "output_ids": [7] * token, "meta_info": meta}
+                        verify = math.ceil((count - 1) / stand_in.accept)
+                        meta |= {"spec_verify_ct": verify, "spec_num_correct_drafts": count - 1 - verify,
+                                 "spec_correct_drafts_histogram": [verify]}
+                    event = {"text": "", "output_ids": answer[:token], "meta_info": meta}
                     data = b"data: " + json.dumps(event).encode() + b"\n\n"
                     self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
                 self.wfile.write(b"0\r\n\r\n")

@@ -12,7 +12,7 @@ from typing import Callable, Iterable
 from eagle3.stage import UserError
 
 NEAR = 0.005  # of the length: how far below it a padded prompt may stay
-MOST_TRIES = 20  # of a cut
+MOST_TRIES = 40  # of a cut
 
 
 def context_tokens(name: str) -> int:
@@ -84,12 +84,14 @@ class Padding:
             before = f"{text[:characters]}\n\n" if characters else ""
             return [*messages[:first], {**messages[first], "content": before + question}, *messages[first + 1:]]
 
-        high, high_length = len(text), len(render(cut(len(text))))
-        for _ in range(MOST_TRIES):
+        high, high_length = len(text) + 1, tokens + 8
+        for tried in range(MOST_TRIES):
             missing = tokens - len(low_ids)
-            if missing <= NEAR * tokens or high - low <= 1 or high_length <= len(low_ids):
+            if missing <= NEAR * tokens or high - low <= 1:
                 break
-            at = min(high - 1, max(low + 1, low + (high - low) * missing // (high_length - len(low_ids))))
+            # as if all its text were alike; every second time the middle, since it is not
+            at = low + (high - low) * missing // (high_length - len(low_ids)) if tried % 2 == 0 else (low + high) // 2
+            at = min(high - 1, max(low + 1, at))
             ids = render(cut(at))
             if len(ids) <= tokens:
                 low, low_ids = at, ids

@@ -110,8 +110,8 @@ def rate_remarks(rate: str, row: dict[str, dict]) -> list[str]:
     for name, f in row.items():
         queue = f["queue"] or {"grew": False}
         if queue["grew"]:
-            said.append(f"- {rate}, {name}: the queue grew, {queue['halfway']:.1f} in flight halfway and "
-                        f"{queue['last']:.1f} at the last arrival: more than this server can take for long.")
+            said.append(f"- {rate}, {name}: the queue grew, {queue['second_quarter']:.1f} in flight in the second "
+                        f"quarter and {queue['last_quarter']:.1f} in the last: more than this server takes for long.")
         if f["late_s"] > 0.1:
             said.append(f"- {rate}, {name}: a request was sent {f['late_s']:.2f} s late: this client was the limit.")
     return said
