@@ -11,9 +11,10 @@ Writes  <output-dir>/raw.jsonl (one row a request: ids, times, counts), report.j
 Time    each prompt once per variant, level and repeat: 100 of 512 tokens at 90 tok/s take 10 minutes at one stream
 Resume  the same command goes on with the first unit that is not finished; with more --repeats it measures more
 
-Words. variant: plain, speculative, or one point of --sweep. level: requests in flight at a time. unit: all prompts
-once, of one variant at one level. repeat: all units once, the variants in turned order (plain, speculative,
-speculative, plain): two runs of the same differ by more than their prompts tell, so one repeat gives no verdict.
+Words. variant: plain, speculative, one point of --sweep, or one of several drafters. level: requests in flight at a
+time, or requests that arrive a second (--request-rate). unit: all prompts once (of one length of --context), of one
+variant at one level. repeat: all units once, the variants in turned order (plain, speculative, speculative, plain):
+two runs of the same differ by more than their prompts tell, so one repeat gives no verdict.
 accept_length: 1 + correct drafts / verify steps, summed over requests first, as SGLang counts. A request's last step
 also counts drafts that were right *beyond* the stop token or --max-tokens; accept_length_in_answer leaves those out:
 training can predict it.

@@ -33,6 +33,9 @@ from test_benchmark_faults import flags, made_up, pair, report_of, rows
 bench = load_script("05_benchmark")
 
 
+COMPARISONS = 50  # simulated; configs/README.md has the figures of 400
+
+
 def lines(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
 
@@ -49,11 +52,11 @@ def texts(folder: Path, count: int, **more) -> Path:
 # ---- are the intervals honest ----
 @pytest.mark.parametrize("truth, drift, repeats", [(1.0, 0.0, 2), (1.0, 0.1, 2), (1.3, 0.0, 2), (0.8, 0.0, 4)])
 def test_the_interval_holds_the_truth_in_nearly_all_of_many_comparisons(truth, drift, repeats):
-    """50 comparisons each: runs that differ by 3 %, requests by 20 %; a machine that slows down by `drift` in all, the
+    """Runs that differ by 3 %, requests by 20 %; a machine that slows down by `drift` in all, the
     variants measured in turned order.
     """
     random, held = np.random.default_rng(11), 0
-    for trial in range(50):
+    for trial in range(COMPARISONS):
         runs = np.exp(random.normal(0, 0.03, (2, repeats)))
         turns = list(itertools.chain.from_iterable(
             [(0, r), (1, r)] if r % 2 == 0 else [(1, r), (0, r)] for r in range(repeats)))
@@ -63,7 +66,7 @@ def test_the_interval_holds_the_truth_in_nearly_all_of_many_comparisons(truth, d
         other = made_up(runs[1], spread=0.2, seed=3 + trial, speed=100.0 * truth)
         low, high = speed_up(plain, other)["interval"]
         held += low <= truth <= high
-    assert held >= 45, held
+    assert held >= 0.9 * COMPARISONS, held
 
 
 def test_the_spread_between_runs_and_a_level_that_was_not_held_are_said():
