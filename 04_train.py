@@ -112,7 +112,7 @@ class Training:
         """All steps that are left."""
         process, plan, follow = self.process, self.plan, self.follow
         batches, self.started = self.supply.batches(self.done), time.monotonic()
-        with self.leaving, bar(self.total, "step", self.done) as progress:
+        with self.leaving, self.keeper, bar(self.total, "step", self.done) as progress:
             if self.unended:
                 self.end_step(self.done)
             if self.inputs.begin_with and not self.done and plan.val and not self.lands_last:
@@ -135,6 +135,7 @@ class Training:
                     self.leave(step, ended=False)
                 self.end_step(step)
                 progress.update()
+            self.keeper.settle()
 
     def learning_rate(self, step: int) -> float:
         args = self.args
@@ -143,6 +144,7 @@ class Training:
 
     def end_step(self, step: int) -> None:
         """What is due after it: a line in the log, an evaluation, a checkpoint."""
+        self.keeper.check()
         if step in self.evaluations or step % self.args.log_every == 0 or step == 1:
             if self.pending:
                 stop_if_not_finite(*self.pending)
@@ -166,6 +168,7 @@ class Training:
             if self.follow:
                 state["seen"] = self.follow.gather()
             self.save(None, self.follow.agreement() if self.follow else self.plan.agreement, state)
+        self.keeper.settle()
         kept = f"checkpoint-{self.keeper.saved} is on the disk" if self.keeper.saved else "nothing was trained yet"
         self.process.say(f"terminated after step {step}: {kept}. The same command goes on from here")
         if self.process.world > 1:
@@ -208,6 +211,8 @@ class Training:
             self.best = {"step": step, "accept_length": prediction["accept_length"]}
         self.save(prediction, agreement, state)
         if self.follow and step < self.total:
+            if self.follow.bound is not None:
+                self.keeper.settle()  # nothing is released before it is on the disk, and 03 may be waiting for the room
             self.follow.release(step)
 
     def followed(self, step: int) -> tuple[list, float, dict]:
@@ -243,6 +248,7 @@ class Training:
 
     def stop_after(self, step: int, what: str) -> NoReturn:
         """The weights went wrong in this very step or since the last look, after losses that were finite."""
+        self.keeper.settle()
         kept = f"checkpoint-{self.keeper.saved} is untouched" if self.keeper.saved else "there is no checkpoint yet"
         remedy = "Lower --lr in another --output-dir"
         if self.follow and self.follow.released:

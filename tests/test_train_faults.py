@@ -541,6 +541,22 @@ def test_ranks_leave_at_the_same_step(toy, two, tmp_path):
     assert {name: left[name] for name in left if name != "training.png"} == {name: right[name] for name in right if name != "training.png"}
 
 
+def test_other_ranks_do_not_wait_for_the_disk(toy, two, tmp_path):
+    """Rank 0 writes checkpoint-4 for seconds: both go on with their steps, to the same bytes."""
+    before = ("from eagle3 import checkpoints\nsave = checkpoints.save_file\n"
+              "def slowly(tensors, path, metadata=None):\n"
+              "    time.sleep(1.5 * ('checkpoint-4.' in str(path)))\n    print('file', time.monotonic(), flush=True)\n"
+              "    return save(tensors, path, metadata)\ncheckpoints.save_file = slowly")
+    done = ends(ranks(toy, tmp_path / "o", before=before, what="print('step', STEP, time.monotonic(), flush=True)"))
+    assert [code for code, *_ in done] == [0, 0], done
+    written = [float(line.split()[1]) for line in done[0][1].splitlines() if line.startswith("file ")][1]  # the second one of checkpoint-4
+    for _, out, _ in done:
+        times = {int(line.split()[1]): float(line.split()[2]) for line in out.splitlines() if line.startswith("step ")}
+        assert times[5] < written - 2, times
+    left, right = contents(tmp_path / "o"), contents(two)
+    assert {name: left[name] for name in left if name != "training.png"} == {name: right[name] for name in right if name != "training.png"}
+
+
 def test_torchrun_passes_sigterm_on(toy, tmp_path):
     slow = HAPPENS.replace("sys.argv[1], sys.argv[2]", "'time.sleep(0.3)', 'pass'").replace("sys.argv = sys.argv[3:]", "sys.argv = sys.argv[1:]")
     (tmp_path / "slow.py").write_text(slow)

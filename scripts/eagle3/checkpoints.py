@@ -20,10 +20,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from eagle3.drafter import Drafter, NamedTensors
 from eagle3.patience import patiently
 from eagle3.stage import UserError, read_json, sha256_file, sync_folder, write_atomic
+from eagle3.tensor_file import save_file
 
 SUMS = Path("training_state/SHA256SUMS")
 STATE, STATE_TENSORS = Path("training_state/state.json"), Path("training_state/state.safetensors")
@@ -109,9 +111,6 @@ def writing(output: Path):
     try:
         yield
     except (OSError, SafetensorError) as error:
-        for temporary in output.glob("*.tmp"):  # its room is needed more than its bytes
-            if OWN_FOLDER.fullmatch(temporary.name):
-                shutil.rmtree(temporary, ignore_errors=True)
         reason = " ".join(str(error).split())
         number = getattr(error, "errno", None) or int((re.search(r"os error (\d+)", reason) or [0, 0])[1])
         full = number in (errno.ENOSPC, errno.EDQUOT)
@@ -120,31 +119,52 @@ def writing(output: Path):
                         f"{remedy}, then run the same command again; it goes on from the last one.") from None
 
 
-def save_checkpoint(args, trainer, inputs, provenance: dict, state: dict) -> None:
-    """checkpoint-<trainer.step>/, then best/ if state["best"] names a step, then the oldest go.
+def save_checkpoint(args, draft: Drafter, tensors: dict[str, torch.Tensor], inputs, provenance: dict,
+                    state: dict) -> None:
+    """checkpoint-<step>/, then best/ if state["best"] names a step, then the oldest go.
 
-    provenance: eagle3.json; state: what the loop needs to go on, {"best": {"step", "accept_length"} or None, ...}.
-    Raises UserError where the disk does not take it.
+    tensors: `Trainer.tensors`, on any device; provenance: eagle3.json; state: what the loop needs to go on, {"step",
+    "best": {"step", "accept_length"} or None, ...}. Of `draft` only what never changes is used: this may run beside
+    the steps. Raises UserError where the disk does not take it.
     """
-    output, step = args.output_dir, trainer.step
+    output, step = args.output_dir, state["step"]
     folder, temporary = output / f"checkpoint-{step}", output / f"checkpoint-{step}.tmp"
-    with writing(output):
+    with writing(output), removing(temporary, output / "best.tmp"):
         (temporary / "training_state").mkdir(parents=True)
-        exported = trainer.draft.export(trainer.average, getattr(torch, args.export_dtype))
-        save_file(exported, temporary / "model.safetensors", {"format": "pt"})
+        weights = tensors["average" if args.ema else "master"]
+        exported = draft.export(NamedTensors(draft.shape.weights(), weights.dtype, weights.device, weights),
+                                getattr(torch, args.export_dtype))
+        sums = {"model.safetensors": save_file(exported, temporary / "model.safetensors", {"format": "pt"})}
+        del exported
         (temporary / "config.json").write_text(json.dumps(inputs.config_json, indent=1) + "\n")
-        weights = sha256_file(temporary / "model.safetensors")
-        provenance = provenance | {"weights_sha256": weights}
+        provenance = provenance | {"weights_sha256": sums["model.safetensors"]}
         (temporary / "eagle3.json").write_text(json.dumps(provenance, indent=1) + "\n")
-        save_file(trainer.tensors(), temporary / STATE_TENSORS)
-        (temporary / STATE).write_text(json.dumps({"step": step, **state}) + "\n")
-        sums = sums_of(temporary, {"model.safetensors": weights})
+        sums[str(STATE_TENSORS)] = save_file(tensors, temporary / STATE_TENSORS)
+        (temporary / STATE).write_text(json.dumps(state) + "\n")
+        sums = sums_of(temporary, sums)
         (temporary / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
         replace_folder(temporary, folder)
         if state["best"]:
             make_best(output, state["best"]["step"])
         for path in superseded(output, step, args.keep_checkpoints):
             shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def removing(*temporary: Path):
+    """Where it fails in here, these go: their room is needed more than their bytes."""
+    try:
+        yield
+    except (OSError, SafetensorError):
+        for folder in temporary:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def checkpoint_bytes(args, trainer) -> tuple[int, int]:
+    """(of the training state, of the exported drafter)."""
+    state = sum(tensor.numel() * tensor.itemsize for tensor in trainer.tensors().values())
+    return state, trainer.draft.master.flat.numel() * getattr(torch, args.export_dtype).itemsize
 
 
 def superseded(output: Path, step: int, keep: int) -> list[Path]:
@@ -261,8 +281,7 @@ def restore_best(output: Path, best: dict | None) -> dict | None:
 # ---- room ----
 def check_room(args, trainer, saves: int) -> None:
     """Raises UserError where the disk has no room for the checkpoints to come; saves: how many they are."""
-    state = sum(tensor.numel() * tensor.element_size() for tensor in trainer.tensors().values())
-    model = trainer.draft.master.flat.numel() * getattr(torch, args.export_dtype).itemsize
+    state, model = checkpoint_bytes(args, trainer)
     there = checkpoints(args.output_dir)
     held = sum(path.stat().st_size for _, folder in there for path in folder.rglob("*") if path.is_file())
     most = min(args.keep_checkpoints + 1 + sum(cut_short(folder) for _, folder in there), len(there) + saves)

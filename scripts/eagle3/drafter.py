@@ -140,9 +140,10 @@ def chunks(rows: int, width: int, budget=1 << 28):
 class NamedTensors:
     """Tensors by name, as views of one buffer (`flat`) in which they lie one after the other: one optimizer launch."""
 
-    def __init__(self, shapes: dict, dtype, device):
+    def __init__(self, shapes: dict, dtype, device, flat: torch.Tensor | None = None):
+        """flat: the buffer, where it is there already."""
         sizes = [math.prod(shape) for shape in shapes.values()]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device) if flat is None else flat
         self.views = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), self.flat.split(sizes))}
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -12,25 +12,27 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import torch
 
-from eagle3.checkpoints import (check_room, load_checkpoint, newest_good, restore_best, save_checkpoint, set_aside,
-                                write_val_ids, writing)
+from eagle3.checkpoints import (check_room, checkpoint_bytes, load_checkpoint, newest_good, restore_best,
+                                save_checkpoint, set_aside, write_val_ids, writing)
 from eagle3.metrics import Metrics, Window
 from eagle3.processes import SAVING, Process, all_ranks, meet
 from eagle3.stage import log, write_atomic
 from eagle3.trainer import HostCopy
+from eagle3.write_behind import SPARE, Behind, Snapshot, host_memory_left
 
 
 class Keeper:
-    """Of all ranks; only the first one writes.
+    """Of all ranks; only the first one writes. As a context it encloses the steps.
 
     state: of the checkpoint that the run goes on from, {} at the start; saved: its step, then that of the last one
-    written; damaged: what is wrong with later ones, if anything; left_out: {id: times} that this rank could not read
-    it, since then.
+    begun (after `settle` it is on the disk); damaged: what is wrong with later ones, if anything; left_out: {id:
+    times} that this rank could not read it, since then.
     """
 
     def __init__(self, args, process: Process, inputs, trainer):
@@ -45,6 +47,8 @@ class Keeper:
             self.state = load_checkpoint(self.found.folder, trainer)
             process.say(f"resume {self.found.folder}")
         self.saved, self.left_out = trainer.step, Counter()
+        self.behind, self.snapshot, self.in_line = Behind(), None, True
+        self.bytes = checkpoint_bytes(args, trainer)
         self.unread = Counter(self.state.get("unread", {}))  # by all ranks, up to that checkpoint
 
     def cut_short(self, window: Window, ended: bool) -> dict:
@@ -75,9 +79,25 @@ class Keeper:
             with writing(output):
                 self.metrics = Metrics(output, last_row, self.args.tensorboard)
                 best = restore_best(output, self.state.get("best"))
+            if saves:
+                self.take_memory()
         if val is not None:
             self.name_validation(val)
-        return all_ranks(best, self.process)[0]
+        best, self.in_line = all_ranks((best, self.snapshot is None), self.process)[0]
+        return best
+
+    def take_memory(self) -> None:
+        """For checkpoints that are written beside the steps; without it they are written in line."""
+        state, model = self.bytes
+        needed, left = state + 2 * model, host_memory_left()  # the drafter as it is exported, in two precisions
+        if needed + SPARE > left:
+            self.process.say(f"checkpoints are written in line, while training waits: beside it they would take "
+                             f"{needed / 1e9:,.1f} GB of host memory, {left / 1e9:,.1f} GB are free")
+            return
+        self.snapshot = Snapshot(self.trainer.tensors())
+        kind = "pinned memory" if self.snapshot.pinned else "memory"
+        self.process.say(f"checkpoints are written beside the steps | {state / 1e9:,.1f} GB of host {kind} taken for "
+                         f"them, {2 * model / 1e9:,.1f} GB more while one is written, of {left / 1e9:,.1f} GB free")
 
     def name_validation(self, val: list) -> None:
         if self.process.rank == 0:
@@ -95,14 +115,51 @@ class Keeper:
         return sorted({name for names in all_ranks(self.trainer.not_finite(), self.process) for name in names})
 
     def save(self, best: dict | None, prediction: dict | None, agreement: float, state: dict) -> None:
-        """Write checkpoint-<step> of the trainer as it is. Raises UserError where the disk does not take it."""
+        """Write checkpoint-<step> of the trainer as it is: beside the next steps, where there is memory for that.
+
+        Raises UserError where the disk does not take it, or did not take the one before.
+        """
+        begun, step = time.monotonic(), self.trainer.step
         if unread := self.count_unread():
             state = state | {"unread": unread}
+        self.settle()
+        self.saved = step
         if self.process.rank == 0:
-            provenance = self.inputs.provenance(self.args, self.trainer.step, prediction, agreement)
-            save_checkpoint(self.args, self.trainer, self.inputs, provenance, {"best": best, **state})
+            tensors = self.trainer.tensors() if self.in_line else self.snapshot.take(self.trainer.tensors())
+            provenance = self.inputs.provenance(self.args, step, prediction, agreement)
+            state = json.loads(json.dumps({"step": step, "best": best, **state}))  # as it is now
+            stall = None if self.in_line else time.monotonic() - begun
+
+            def write() -> None:
+                save_checkpoint(self.args, self.trainer.draft, tensors, self.inputs, provenance, state)
+                seconds = time.monotonic() - begun
+                log(f"checkpoint {self.args.output_dir}/checkpoint-{step} | {sum(self.bytes) / 1e9:.2f} GB | "
+                    f"stall {seconds if stall is None else stall:.2f} s | written after {seconds:.1f} s")
+
+            self.behind.start(write)
+        if self.in_line:
+            self.settle()
+
+    def settle(self) -> None:
+        """Until the checkpoint that is being written is on the disk; the others wait for it too. Raises UserError."""
+        if self.process.rank == 0:
+            self.behind.wait()
         meet(self.process, SAVING)
-        self.saved = self.trainer.step
+
+    def check(self) -> None:
+        """Raises UserError where the disk did not take a checkpoint."""
+        self.behind.check()
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        """Whatever ends the steps: what is being written is written before the folder is another process's."""
+        if kind:
+            with contextlib.suppress(BaseException):  # it is logged, and what ended the steps is said
+                self.behind.wait()
+        if self.snapshot:
+            self.snapshot.free()
 
     def count_unread(self) -> dict[str, int]:
         """{id: times} that a sample could not be read, by all ranks."""
