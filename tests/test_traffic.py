@@ -566,7 +566,7 @@ def test_a_report_that_an_earlier_version_began_goes_on(tmp_path, folder, units,
             bench.main([*argv, "--turns", "2"])
 
 
-@pytest.mark.slow  # six starts of a server
+@pytest.mark.slow  # four starts of a server
 def test_all_of_it_on_the_real_engine_killed_in_the_middle(workplace):  # noqa: F811
     """Two drafters that 05 launches, requests that arrive, second turns, two lengths, both modes: lossless throughout."""
     questions = [{"id": f"p{n}", "turns": [f"Question {n}: what is a list?", "Show one."]} for n in range(6)]
@@ -595,9 +595,10 @@ def test_all_of_it_on_the_real_engine_killed_in_the_middle(workplace):  # noqa: 
             for name in ("draft", "other"):  # greedy in float32: the same answers, so the same second contexts
                 text = row[name]["same_text"]
                 assert text["share"] == 1 and text["other_context"] == 0 and text["compared"] == row[name]["requests"]
-                assert row[name]["goodput"]["share"] > 0.5 and row[name]["interval"]
+                assert row[name]["goodput"]["share"] > 0.5 and "measured once" in row[name]["no_interval"]
     assert {(group["thinking"], group["turn"]) for group in found["groups"]["2"]} == {
         ("on", 1), ("on", 2), ("off", 1), ("off", 2)}
-    assert found["drafters"]["2"]["other"]["against"] == "draft" and found["drafters"]["2"]["other"]["accept_interval"]
+    beside = found["drafters"]["2"]["other"]
+    assert beside["against"] == "draft" and -1 < beside["accept_difference"] < 1 and beside["speed_up"] > 0
     second = [row for row in lines(out) if row["kind"] == "request" and row["id"] == "p0@off@256#2"]
     assert len({tuple(row["prompt_ids"]) for row in second}) == 1 and second[0]["cached_tokens"] > 200
