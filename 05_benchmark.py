@@ -31,14 +31,14 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
-from eagle3 import bench_flags, binding, break_even, simulated  # noqa: E402
+from eagle3 import adaptive, bench_flags, binding, break_even, simulated  # noqa: E402
 from eagle3.bench_prompts import (check_ids, contexts_of, load_prompts, prompts_of_training,  # noqa: E402
                                   request_ids)
 from eagle3.endpoints import Endpoints, contact  # noqa: E402
-from eagle3.figures import count  # noqa: E402
+from eagle3.figures import count, pooled  # noqa: E402
 from eagle3.masking import clean, cleaned, masked  # noqa: E402
 from eagle3.measured import Measured  # noqa: E402
-from eagle3.measuring import Benchmark, measure, plan, probe_differences  # noqa: E402
+from eagle3.measuring import Benchmark, measure, plan, probe_differences, settle  # noqa: E402
 from eagle3.plots import draw_plots, no_plots  # noqa: E402
 from eagle3.report import build_report, figures_table, prediction_sentence, report_markdown  # noqa: E402
 from eagle3.servers import ServerGone, command_line  # noqa: E402
@@ -133,6 +133,7 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
     if args.sweep:
         found["left_out"] = bench.unable
         found["sweep"] = {level: best_flags(bench, row) for level, row in found["levels"].items()}
+        found["adaptive"] = adaptive_of(bench)
     if args.doctor:
         found["doctor"] = examine_drafter(bench, found["variants"])
     if args.break_even:
@@ -141,8 +142,8 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
                          {str(earlier): read_json(earlier)} if earlier.is_file() else {})
     drawn, found["not_drawn"] = draw_plots(found, out) if plots else ([], {})
     write_atomic(out / "report.json", json.dumps(cleaned(found), indent=1) + "\n")
-    text = break_even.markdown(found, drawn) if args.break_even else report_markdown(found, drawn,
-                                                                                     traffic_chapters(found))
+    chapters = [*(adaptive.chapter(found["adaptive"]) if found.get("adaptive") else ()), *traffic_chapters(found)]
+    text = break_even.markdown(found, drawn) if args.break_even else report_markdown(found, drawn, chapters)
     write_atomic(bench.report_path, clean(text))
     return found
 
@@ -152,9 +153,18 @@ def table_of(found: dict) -> str:
     return break_even.table(found) if found.get("break_even") else figures_table(found)
 
 
+def adaptive_of(bench: Benchmark) -> dict | None:
+    """What a finished sweep settled, and how it did; None before that."""
+    if not bench.settled:
+        return None
+    line = None if bench.settled.none else command_line(*bench.endpoints.command(adaptive.VARIANT))
+    return bench.settled.found(pooled(bench.measured.units, contexts_of(bench.prompts)), line)
+
+
 def best_flags(bench: Benchmark, row: dict) -> dict | None:
     """The fastest variant of a level and the line that starts it; None where no token came back."""
-    name = max((name for name in row if row[name]["tok_s"]), key=lambda name: row[name]["tok_s"], default=None)
+    started = [name for name in row if row[name]["tok_s"] and name in bench.endpoints.variants]
+    name = max(started, key=lambda name: row[name]["tok_s"], default=None)
     return name and {"variant": name, "tok_s": row[name]["tok_s"],
                      "command": command_line(*bench.endpoints.command(name))}
 
@@ -194,6 +204,10 @@ def say(bench: Benchmark) -> None:
             log(f"{variant}: {prediction_sentence(served['prediction'])}")
     for level, said in found["verdict"].items():
         log(f"verdict at {level} stream(s): {said}")
+    if rows := (found.get("adaptive") or {}).get("rows"):
+        for row in rows:
+            log(f"adaptive at {row['level']} stream(s): {adaptive.said_of(row)}")
+        log(adaptive.summary(rows))
     for rate, row in found["rates"].items():
         log(f"verdict at {rate}: {rate_verdict(row)}")
     if bench.args.doctor:
@@ -240,6 +254,7 @@ def fill(bench: Benchmark) -> None:
         context: [name for prompt in bench.prompts_at(context) for name in request_ids(prompt)]
         for context in contexts_of(bench.prompts)}, bench.most_at)
     plan(bench, complete)
+    settle(bench)
     log(f"config {json.dumps(bench.config)}")
     log(f"inputs {json.dumps(bench.inputs)}")
     if complete and not bench.unfinished() and not bench.unmet():
@@ -256,6 +271,8 @@ def fill(bench: Benchmark) -> None:
     if args.doctor:  # before any server runs: a faulty folder may keep it from starting
         log_findings(examine_drafter(bench, {}))
     measure(bench, lambda begun: write_report(begun, plots=False))  # a killed run says what it has
+    settle(bench)
+    measure(bench, lambda begun: write_report(begun, plots=False))
     if not args.break_even:
         probe_differences(bench)
     bench.endpoints.close()

@@ -14,12 +14,12 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-PREFILL_S = 0.008
+PREFILL_S = 0.005
 
 
 def step_s(steps: int, streams: int) -> float:
     """Drafts cost more where the batch is large."""
-    return (0.016 + 0.001 * streams) * (1 + steps * (0.1 + 0.02 * streams))
+    return (0.010 + 0.0005 * streams) * (1 + steps * (0.1 + 0.15 * streams))
 
 
 def accepted(steps: int) -> float:

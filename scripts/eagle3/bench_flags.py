@@ -20,7 +20,7 @@ MOST_STEPS, MOST_POINTS = 16, 5  # of --break-even
 MAY_CHANGE = {"base-url", "baseline-url", "api-key-env", "launch-timeout", "request-timeout", "usd-per-hour", "run-dir",
               "config", "repeats", "trust-remote-code", "draft-path", "prompts", "dataset", "ids", "tokenizer",
               "output-dir", "context-text", "slo-ttft-ms", "slo-itl-ms", "break-even", "steps",
-              "accept-points"}
+              "accept-points", "adaptive"}
 # Flags that older folders lack, and the values that change nothing: with those a folder is not bound to the flag
 YOUNGER = {"turns": 1, "context": [], "request-rate": []}
 
@@ -57,6 +57,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--warmup", type=int, default=4, metavar="N", help="unrecorded requests before each level")
     add("--output-dir", type=Path, default=Path("report"), metavar="DIR")
     add("--sweep", action="store_true", help="with --launch: try --sweep-grid and name the best flags of each level")
+    add("--adaptive", action="store_true",
+        help="with --sweep: also measure the steps by batch size that it ends in (adaptive.json, for SGLang's "
+             "--speculative-adaptive) beside plain decoding and the best fixed setting of each level, twice")
     add("--sweep-grid", nargs="+", default=DEFAULT_SWEEP, metavar="STEPS,TOPK,DRAFTS")
     add("--break-even", action="store_true",
         help="with --launch, before anything is trained: the accept_length from which speculation pays, for each level "
@@ -107,6 +110,8 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError("--doctor examines a drafter: name it with --draft-path.")
     if args.sweep and not args.launch:
         raise UserError("--sweep restarts the server with other flags, so it needs --launch.")
+    if args.adaptive and not args.sweep:
+        raise UserError("--adaptive measures what a sweep chose: give --sweep too.")
     if len(args.draft_path) > 1 and (args.sweep or args.doctor):
         raise UserError("--sweep and --doctor take one drafter: name one with --draft-path.")
     if not args.launch and len(args.base_url) != max(1, len(args.draft_path)):

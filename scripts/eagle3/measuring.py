@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
-from eagle3 import bench_flags, simulated
+from eagle3 import adaptive, bench_flags, simulated
 from eagle3.bench_prompts import contexts_of
-from eagle3.endpoints import Endpoints, contact, flush_cache, probe_difference
-from eagle3.figures import difference_key, level_figures, same_text
+from eagle3.endpoints import Endpoints, contact, flush_cache, probe_difference, server_info
+from eagle3.figures import difference_key, level_figures, pooled, same_text
 from eagle3.gpu_state import Power
 from eagle3.load import Connection, NextTurn, poisson_arrivals, run_unit
 from eagle3.measured import Measured
@@ -56,6 +56,7 @@ class Benchmark:
     repeats: int = 1
     measured: Measured | None = None
     next_turn: NextTurn | None = None  # where prompts have several
+    settled: adaptive.Settled | None = None  # by a sweep that is finished
     met: str | None = None  # the variant whose server has been looked at
     unable: dict[str, str] = field(default_factory=dict)  # sweep points that were left out, and why
 
@@ -94,7 +95,8 @@ def plan(bench: Benchmark, complete: bool) -> None:
     few = args.sweep or args.doctor
     bench.repeats = args.repeats or (bench_flags.REPEATS_OF_SWEEP if few else bench_flags.REPEATS)
     if complete and not args.repeats:
-        bench.repeats = 1 + max((unit["repeat"] for unit in bench.measured.units), default=0)
+        bench.repeats = 1 + max((unit["repeat"] for unit in bench.measured.units if unit["repeat"] < adaptive.JUDGED),
+                                default=0)
     bench.config["repeats"] = bench.repeats
     bench.planned = [Unit(variant, level, repeat, context) for repeat in range(bench.repeats)
                      for variant in (bench.variants if repeat % 2 == 0 else reversed(bench.variants))
@@ -102,6 +104,23 @@ def plan(bench: Benchmark, complete: bool) -> None:
                      for level in (*args.concurrency, *map(bench_flags.rate_name, args.request_rate))]
     if args.break_even:  # servers start slowly, and there are many: each once
         bench.planned.sort(key=lambda unit: (bench.variants.index(unit.variant), unit.repeat))
+
+
+def settle(bench: Benchmark) -> None:
+    """Once a sweep is finished: steps by batch size; with --adaptive also the units that judge. Raises UserError."""
+    args, endpoints = bench.args, bench.endpoints
+    if not args.sweep or bench.settled or any(unit.variant not in bench.unable for unit in bench.unfinished()):
+        return
+    contexts, version = contexts_of(bench.prompts), bench.measured.servers["plain"]["version"]
+    bench.settled = found = adaptive.settle(pooled(bench.measured.units, contexts), version, args.output_dir)
+    if found.none:
+        return log(f"no adaptive steps: {found.none}")
+    endpoints.variants[adaptive.VARIANT] = adaptive.flags(found.entries, found.path)
+    endpoints.environments[adaptive.VARIANT] = adaptive.environment(found.entries)
+    log(f"adaptive steps in {found.path}: {adaptive.spelled(found.entries)}")
+    if args.adaptive:
+        bench.planned += [Unit(variant, level, repeat, context) for variant, level, repeat in found.runs()
+                          for context in contexts]
 
 
 # ---- unit by unit ----
@@ -143,6 +162,8 @@ def meet(bench: Benchmark, variant: str, url: str) -> None:
         return
     bench.met, servers, args = variant, bench.measured.servers, bench.args
     info = contact(url, variant, bench.endpoints.headers, bench.drafter(variant))
+    if variant == adaptive.VARIANT:
+        adaptive.check(server_info(url, bench.endpoints.headers), bench.endpoints)
     for name, known in servers.items():
         if Path(known["model_path"]).name != Path(info["model_path"]).name:
             raise UserError(f"{bench.endpoints}: serves {info['model_path']}, {name} {known['model_path']}: "
