@@ -36,7 +36,8 @@ Glossary (null, in the log -, where nothing was counted):
     grad_norm      of the last step, before clipping
 
 A draft is right when it is the token that the target emitted: on greedy responses that is what greedy serving checks,
-on sampled ones it has the probability with which serving at that temperature accepts it.
+on sampled ones it has the probability with which serving at that temperature accepts it. What --temperature predicts,
+and from what: scripts/eagle3/sampling.py.
 """
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import train_flags  # noqa: E402
-from eagle3.acceptance import evaluate  # noqa: E402
+from eagle3.acceptance import Sampled, evaluate, sampled_at  # noqa: E402
 from eagle3.checkpoints import begun, repair, writing  # noqa: E402
 from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
@@ -66,6 +67,7 @@ from eagle3.metrics import Window, gpu_use, step_line, step_metrics, validation_
 from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, join_processes, meet,  # noqa: E402
                               together)
 from eagle3.recipe import fill_rate, recorded  # noqa: E402
+from eagle3.sampling import misfit, said, samplings  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.sources import Sources, read_sources  # noqa: E402
 from eagle3.stage import UserError, bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
@@ -87,9 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
 class Training:
     """One run over a plan, from the last checkpoint on."""
 
-    def __init__(self, args, process: Process, inputs: Inputs, plan: Plan, trainer: Trainer, follow: Follow | None):
+    def __init__(self, args, process: Process, inputs: Inputs, plan: Plan, trainer: Trainer, follow: Follow | None,
+                 sampled: Sampled | None):
         self.args, self.process, self.inputs = args, process, inputs
-        self.plan, self.trainer, self.follow = plan, trainer, follow
+        self.plan, self.trainer, self.follow, self.sampled = plan, trainer, follow, sampled
         self.output, self.K, self.total = args.output_dir, args.ttt_steps, plan.total
         # whether the validation samples are 03's own, of which the last may land at the end
         self.lands_last = bool(follow and plan.val and not args.val_data_dir)
@@ -235,7 +238,7 @@ class Training:
         Returns eagle3.json's `prediction`.
         """
         with self.trainer.draft.using(self.trainer.average):
-            evaluation = evaluate(self.trainer.draft, val, self.args, self.process)
+            evaluation = evaluate(self.trainer.draft, val, self.args, self.process, self.sampled)
         found, prediction = evaluation.metrics, evaluation.prediction
         if not all(math.isfinite(value) for value in found.values() if value is not None):
             self.stop_after(step, "validation loss is not finite")
@@ -243,7 +246,11 @@ class Training:
         if self.process.rank == 0:
             plot(self.keeper.metrics.rows, self.output / "training.png")
         by_position = prediction["accept_by_position"]
-        self.process.say(f"validation step {step}/{self.total} | {validation_line(found, by_position, self.K)}")
+        sampled = prediction.get("sampled", [])
+        self.process.say(" | ".join([f"validation step {step}/{self.total}",
+                                     validation_line(found, by_position, self.K), *map(said, sampled)]))
+        for sentence in filter(None, map(misfit, sampled if step in (0, self.total) else ())):
+            self.process.say(sentence)
         return prediction
 
     def stop_after(self, step: int, what: str) -> NoReturn:
@@ -351,9 +358,10 @@ def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict
         follow.plan(plan.train, [] if args.val_data_dir else plan.val, plan.schedule)
     say_plan(args, plan, process)
     draft = make_drafter(args, inputs, head, process)
+    sampled = sampled_at(samplings(args), head, draft)
     del head
     trainer = Trainer(draft, args)
-    training = Training(args, process, inputs, plan, trainer, follow)
+    training = Training(args, process, inputs, plan, trainer, follow, sampled)
     slow = "" if trainer.ttt.FAST else " | pass: plain, the slow one (the fused one needs a GPU and bfloat16)"
     layers = json.dumps(inputs.config_json["eagle_config"])
     say(f"drafter {draft.master.flat.numel() / 1e6:.2f}M trained | {layers}{slow}")

@@ -41,6 +41,7 @@ from eagle3.measured import Measured  # noqa: E402
 from eagle3.measuring import Benchmark, measure, plan, probe_differences, settle  # noqa: E402
 from eagle3.plots import draw_plots, no_plots  # noqa: E402
 from eagle3.report import build_report, figures_table, prediction_sentence, report_markdown  # noqa: E402
+from eagle3.sampled_serving import check_rejection_sampling  # noqa: E402
 from eagle3.servers import ServerGone, command_line  # noqa: E402
 from eagle3.stage import (duration, log, open_stage, parse_args, read_json, read_manifest, read_run_file,  # noqa: E402
                           run, write_atomic, write_manifest)
@@ -202,6 +203,8 @@ def say(bench: Benchmark) -> None:
     for variant, served in found["variants"].items():
         if served["prediction"]:
             log(f"{variant}: {prediction_sentence(served['prediction'])}")
+        if served["sampling_note"]:
+            log(f"{variant}: {served['sampling_note']}")
     for level, said in found["verdict"].items():
         log(f"verdict at {level} stream(s): {said}")
     if rows := (found.get("adaptive") or {}).get("rows"):
@@ -234,6 +237,9 @@ def measure_and_report(bench: Benchmark) -> None:
     args, out = bench.args, bench.args.output_dir
     tokenizer = choose_tokenizer(bench)
     bench.endpoints.check_drafter(bench.drafters)
+    for variant in bench.variants if args.launch else ():
+        named = [bench.endpoints.flag(variant, f"--{name}") for name in ("model-path", "speculative-draft-model-path")]
+        check_rejection_sampling(bench.endpoints.command(variant)[0], *named)
     bench.prompts = load_prompts(args, tokenizer)
     if args.break_even:
         bench.prompts = simulated.some(bench.prompts, max(args.concurrency))

@@ -1,7 +1,9 @@
 """04 --evaluate: the accept_length of finished drafters on held-out states, its intervals, and how two of them compare."""
 import contextlib
 import io
+import itertools
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -13,10 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from conftest import load_script
 from train_reference import one_thread, write_learnable_run, write_mapping  # noqa: F401
-from eagle3.acceptance import predicted
-from eagle3.evaluation import accept_figures, difference, with_interval
-from eagle3.stage import UserError
+from eagle3.acceptance import Sampled, predicted
+from eagle3.batches import Sample, collate
+from eagle3.drafter_files import read_drafter
+from eagle3.evaluation import accept_figures, difference, make_drafter, with_interval
 from eagle3.processes import Process
+from eagle3.sampling import Sampling
+from eagle3.stage import UserError
+from eagle3.target import Target
+from eagle3.ttt import ttt_pass
 
 train = load_script("04_train")
 
@@ -223,3 +230,74 @@ def test_flags_of_the_one_are_not_those_of_the_other(toy, tmp_path, monkeypatch)
     monkeypatch.setattr(train, "join_processes", lambda *flags: Process(0, 2, torch.device("cpu"), torch.float32))
     with pytest.raises(UserError, match="Start it without torchrun"):
         call("--evaluate", toy / "long/best", toy_flags(toy, "held_out"))
+
+
+# ---- sampled serving (test_sampling.py) ----
+def test_each_draft_has_the_probability_that_the_target_gives_it_at_its_place(toy):
+    """Row by row in float64, with the state read where the draft stands."""
+    goal = Target(toy / "target")
+    stored, head = read_drafter(toy / "long/best", goal), goal.tensor("head")
+    draft = make_drafter(stored, goal.tensor("embed"), head, 64, Process(0, 1, torch.device("cpu"), torch.float32))
+    index = [json.loads(line) for line in (toy / "held_out/index.jsonl").read_text().splitlines()][:3]
+    files = {row["id"]: next((toy / "held_out").glob(f"*/{row['id']}.safetensors")) for row in index}
+    samples = [Sample(name, file, int(len(load_file(file)["input_ids"])), int((load_file(file)["loss_mask"] == 0).sum()), None)
+               for name, file in files.items()]
+    for sample in samples:
+        sample.mass = np.ones(sample.tokens - sample.start, np.float32)
+    batch, drafts, seen = collate(samples, 3, 32).to("cpu", torch.float32), [], 0
+    _, right = ttt_pass(draft, batch, [1.0] * 3, drafts=drafts)
+    found = Sampled([Sampling(0.7), Sampling(1.0, 0.5)], head.float()).accept(batch, drafts)
+    for sample, ((q0, q1), _) in zip(samples, batch.spans):
+        tensors, first = load_file(sample.path), sample.rows(3)[0]
+        for row, k in itertools.product(range(q0, q1), range(3)):
+            at = first + row - q0 + 2 + k  # the token that is drafted
+            if at < sample.tokens:
+                logits = (head.double() @ tensors["last_hidden_states"][at - 1].double()).numpy() / 0.7
+                token = int(drafts[k][row])
+                assert found[0, k, row] == pytest.approx(math.exp(logits[token] - np.logaddexp.reduce(logits)), rel=1e-4)
+                assert bool(right[k, row]) == (token == int(tensors["input_ids"][at]))
+                seen += 1
+    assert seen > 50 and (found[1] == 0).any() and found.max() <= 1
+
+
+def test_what_04_says_of_sampled_serving(toy, tmp_path):
+    """Whatever is packed together; nearly at temperature 0 it is the greedy walk, since these answers are greedy."""
+    found, said = evaluated(toy, tmp_path / "a", toy / "short/best", toy / "long/best", "--temperature", 0.001, 20)
+    small, _ = evaluated(toy, tmp_path / "b", toy / "short/best", toy / "long/best", "--temperature", 0.001, 20, "--batch-tokens", 64)
+    plain, _ = evaluated(toy, tmp_path / "c", toy / "short/best", toy / "long/best")
+    for name, own in found["drafters"].items():
+        cold, warm = own["sampled"]
+        assert plain["drafters"][name]["sampled"] == [] and plain["drafters"][name]["accept_length"] == own["accept_length"]
+        assert cold["accept_length"] == pytest.approx(own["accept_length"], abs=2e-3)
+        assert cold["accept_by_position"] == pytest.approx(own["accept_by_position"], abs=2e-3) and cold["text_fits"]
+        assert 1 < warm["accept_length"] < cold["accept_length"] and warm["interval"][0] < warm["accept_length"] < warm["interval"][1]
+        assert small["drafters"][name]["sampled"][1]["accept_length"] == pytest.approx(warm["accept_length"], rel=1e-5)
+        assert own["metrics"]["accept_length_t20"] == warm["accept_length"]
+    difference = list(found["drafters"].values())[1]["sampled"][1]["difference"]
+    lengths = [own["sampled"][1]["accept_length"] for own in found["drafters"].values()]
+    assert difference["accept_length"] == pytest.approx(lengths[1] - lengths[0]) and difference["interval"]
+    assert any("| temperature 20 " in line for line in said) and any("colder than temperature 20" in line for line in said)
+
+
+def test_training_writes_it_beside_the_greedy_prediction(toy, tmp_path):
+    argv = [*toy_flags(toy, "hidden_states"), "--vocab-mapping-dir", toy / "vocab_mapping", "--epochs", 1, "--lr", 4e-3]
+    said = call(*argv, "--output-dir", tmp_path / "with", "--temperature", 1, 0.6, "--top-p", 0.95)
+    call(*argv, "--output-dir", tmp_path / "without")
+    own, other = (json.loads((tmp_path / name / "best/eagle3.json").read_text())["prediction"] for name in ("with", "without"))
+    sampled = own.pop("sampled")
+    assert own == other
+    assert [(entry["temperature"], entry["top_p"]) for entry in sampled] == [(1.0, 0.95), (0.6, 0.95)]
+    assert all(entry["samples"].keys() == own["samples"].keys() and entry["num_steps"] == 3 for entry in sampled)
+    assert all(entry["verify_steps"] == own["verify_steps"] for entry in sampled)
+    assert any("at temperature 1, top-p 0.95 " in line for line in said)
+    with pytest.raises(UserError, match="temperature"):  # it is written into the drafter, so a folder is bound to it
+        call(*argv, "--output-dir", tmp_path / "with", "--temperature", 1)
+
+
+@pytest.mark.parametrize("words, named", [(["--temperature", "0"], "above 0"), (["--temperature", "-1"], "above 0"),
+                                          (["--temperature", "1", "1.0"], "twice"), (["--top-p", "0.9"], "--temperature"),
+                                          (["--temperature", "1", "--top-p", "0"], "--top-p"),
+                                          (["--temperature", "1", "--top-p", "1.5"], "--top-p")])
+def test_what_cannot_be_is_refused(toy, words, named):
+    with pytest.raises(UserError, match=named):
+        train.main(list(map(str, ["--evaluate", toy / "long/best", *toy_flags(toy, "held_out"), *words])))

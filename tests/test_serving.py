@@ -10,6 +10,7 @@ _resolve_spec_v2_tokens) and EAGLE worker:
   completion_tokens, all but the bonus token counted as correct. Training has no target state behind the end and stops
   its walk there; only the last step of a request can differ, by exactly that number.
 """
+import itertools
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,13 @@ import yaml
 from safetensors.torch import load_file
 
 from conftest import ROOT, TINY_KIMI, free_port, load_script, post, run_here, run_script
-from eagle3.acceptance import walk
+from eagle3.acceptance import Sampled, walk
 from eagle3.batches import Sample, collate
 from eagle3.drafter import Drafter, read_shape
 from eagle3.figures import beyond_answer, prediction_check
 from eagle3.load import spec_counts
 from eagle3.responses import part_files, read_jsonl
+from eagle3.sampling import Sampling
 from eagle3.states import sample_path
 from eagle3.target import Target
 from eagle3.ttt import ttt_pass
@@ -126,8 +128,8 @@ def test_a_drafter_in_a_public_layout_serves_what_step_0_of_its_finetuning_says(
     assert "feed it the states entering layers [2, 4, 6]" in found["facts"][-1]
 
 
-def offline(run):
-    """04's own drafter with the exported weights: (row, tokens) -> correct drafts of every verify step."""
+def own_drafter(run) -> tuple[Drafter, torch.Tensor]:
+    """04's drafter with the exported weights, and the target's head."""
     config = json.loads((run / "output" / "best" / "config.json").read_text())
     target, weights = Target(TINY_KIMI), load_file(run / "output" / "best" / "model.safetensors")
     draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
@@ -135,13 +137,19 @@ def offline(run):
     embed, head = target.tensor("embed").float(), target.tensor("head").float()
     draft = Drafter(shape, torch.float32, torch.device("cpu"), embed, head[draft_ids], draft_ids, 1024)
     draft.load(weights)
+    return draft, head
+
+
+def offline(run):
+    """04's own drafter: (row, tokens) -> correct drafts of every verify step."""
+    draft, _ = own_drafter(run)
 
     def accepted(row: dict, max_tokens: int) -> list[int]:
         start = len(row["prompt_ids"])
         end = start + len(row["response_ids"][:max_tokens])
         path = sample_path(run / "hidden_states", row["id"])
         sample = Sample(row["id"], path, end, start, np.ones(end - start, np.float32))
-        _, right = ttt_pass(draft, collate([sample], STEPS, shape.hidden), [1.0] * STEPS)
+        _, right = ttt_pass(draft, collate([sample], STEPS, draft.shape.hidden), [1.0] * STEPS)
         return walk(right.numpy(), start, end, STEPS, sample.rows(STEPS)[0])
 
     return accepted
@@ -169,6 +177,40 @@ def test_accepted_drafts_of_every_verify_step(run, rows, engine, max_tokens):
         cut, all_correct = cut + (beyond > 0), all_correct + sum(accepted)
     assert max_tokens < 17 or all_correct > 20
     assert max_tokens != 17 or cut, "no request was cut inside a chain: that case was not tested"
+
+
+SETTINGS = [Sampling(1.0), Sampling(1.6), Sampling(1.6, 0.8)]
+
+
+def test_a_sampling_server_accepts_a_draft_with_the_targets_own_probability(run, rows, engine):
+    """Answers go on from held-out beginnings; where the next token is the held-out one, the draft behind it is known, and so is its chance."""
+    server, (draft, head) = engine(draft=run / "output" / "best"), own_drafter(run)
+    asked, chances = [], {}
+    long = [row for row in rows.values() if len(row["response_ids"]) > 16]
+    for row, at in zip(long[:24], itertools.cycle([2, 5, 9, 14])):
+        start, end = len(row["prompt_ids"]), len(row["prompt_ids"]) + len(row["response_ids"])
+        sample = Sample(row["id"], sample_path(run / "hidden_states", row["id"]), end, start, np.ones(end - start, np.float32))
+        batch, drafts = collate([sample], STEPS, draft.shape.hidden), []
+        ttt_pass(draft, batch, [1.0] * STEPS, drafts=drafts)
+        accept = Sampled(SETTINGS, head).accept(batch, drafts)[:, 0, start + at - 1 - sample.rows(STEPS)[0]]  # behind token start + at
+        for setting, chance in zip(SETTINGS, accept):
+            chances[row["id"], setting] = float(chance)
+            asked += [(row["id"], setting, row["prompt_ids"] + row["response_ids"][:at], row["response_ids"][at])] * 12
+
+    def ask(name, setting, ids, token):
+        body = {"max_new_tokens": 2, "temperature": setting.temperature, "top_p": setting.top_p, "ignore_eos": True}
+        answer = post(f"{server.url}/generate", {"input_ids": ids, "sampling_params": body})
+        right = answer["meta_info"]["spec_correct_drafts_histogram"][1:] if answer["output_ids"][0] == token else None
+        return (setting, chances[name, setting], bool(sum(right)), answer["output_ids"][1]) if right is not None else None
+
+    with ThreadPoolExecutor(16) as pool:
+        found = [one for one in pool.map(lambda one: ask(*one), asked) if one]
+    for setting in SETTINGS:
+        own = [(chance, accepted) for of, chance, accepted, _ in found if of == setting]
+        expected, accepted = sum(chance for chance, _ in own), sum(accepted for _, accepted in own)
+        error = sum(chance * (1 - chance) for chance, _ in own) ** 0.5
+        print(setting, len(own), expected, accepted, error)
+        assert len(own) > 60 and error > 1.5 and abs(accepted - expected) < 4 * error, (setting, expected, accepted, error)
 
 
 def doctor(run, drafter, server, out) -> dict:

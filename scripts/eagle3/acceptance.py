@@ -1,16 +1,20 @@
-"""What serving would accept: losses and accuracies on held-out samples, and the walk of a greedy server over them."""
+"""What serving would accept: losses and accuracies on held-out samples, the walk of a greedy server over them, and what
+a sampling one is expected to accept."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from eagle3.batches import Sample, pack
+from eagle3.drafter import chunks, logits_of
 from eagle3.loader import Reader, feed
 from eagle3.metrics import step_metrics
 from eagle3.processes import all_ranks
+from eagle3.sampling import Sampling, expectation, reach
 from eagle3.stage import UserError
 from eagle3.trainer import choose_pass
 
@@ -32,47 +36,105 @@ def walk(right: np.ndarray, start: int, end: int, steps: int, first: int) -> lis
 
 
 @dataclass
+class Sampled:
+    """How answers are drawn where sampled serving is to be foretold, and the target's lm_head for it, (Vt, H)."""
+    settings: list[Sampling]
+    head: torch.Tensor
+
+    def accept(self, batch, drafts: list[torch.Tensor]) -> np.ndarray:
+        """(settings, K, R): the target's probability of each draft, behind the answer's own tokens.
+
+        drafts: of each TTT step, (R,) target ids. Draft k of row r stands behind the state of row r + k; where that is
+        no row of the same sample the number means nothing.
+        """
+        K, R = len(drafts), len(batch.last)
+        tokens = torch.stack([F.pad(own, (k, 0))[:R] for k, own in enumerate(drafts)], 1)  # (R, K) by row of the state
+        found = torch.cat([torch.stack([probabilities(logits_of(batch.last[rows], self.head), tokens[rows], setting)
+                                        for setting in self.settings]) for rows in chunks(R, len(self.head))], 1)
+        found = F.pad(found, (0, 0, 0, K))
+        return torch.stack([found[:, k:k + R, k] for k in range(K)], 1).float().cpu().numpy()
+
+
+def sampled_at(settings: list[Sampling], head: torch.Tensor, draft) -> Sampled | None:
+    """head (Vt, H), on any device."""
+    return Sampled(settings, head.to(draft.target_head.device, draft.target_head.dtype)) if settings else None
+
+
+def probabilities(logits: torch.Tensor, tokens: torch.Tensor, setting: Sampling) -> torch.Tensor:
+    """The probability with which SGLang's verify (sampling.py) draws each of `tokens` (N, K) from logits (N, V).
+
+    The nucleus of top_p holds the likeliest tokens before which less than top_p lies, and those as likely as its last.
+    """
+    p = (logits / setting.temperature).softmax(-1)
+    own = p.gather(1, tokens)
+    if setting.top_p >= 1:
+        return own
+    ranked = p.sort(-1, descending=True).values
+    last = ((ranked.cumsum(-1) - ranked) < setting.top_p).sum(-1, keepdim=True) - 1
+    least = ranked.gather(1, last.clamp_min(0))
+    mass = (p * (p >= least)).sum(-1, keepdim=True)
+    return torch.where(own >= least, own / mass, 0)
+
+
+@dataclass
 class Evaluation:
     """What a drafter does on some samples."""
     metrics: dict  # loss_k, full_acc_k, cond_acc_k and accept_length
     walks: dict  # {sample id: verify steps with 0, 1, ... correct drafts}
+    sampled: dict = field(default_factory=dict)  # {Sampling: {sample id: sampling.reach()}}
 
     @property
     def prediction(self) -> dict:
         """What eagle3.json keeps of it."""
-        return predicted(self.walks)
+        sampled = [expectation(setting, sums) for setting, sums in self.sampled.items()]
+        return predicted(self.walks) | ({"sampled": sampled} if sampled else {})
 
 
-def evaluate(draft, samples: list[Sample], args, process) -> Evaluation:
+def evaluate(draft, samples: list[Sample], args, process, sampled: Sampled | None = None) -> Evaluation:
     """Losses and accuracies over `samples`, and the accept_length that greedy serving will show on them.
 
-    Samples that cannot be read are left out. The same on every rank. Raises UserError. args: ttt_steps,
-    num_draft_steps, batch_tokens, num_workers and loss.
+    With `sampled` also what sampled serving is expected to show. Samples that cannot be read are left out. The same on
+    every rank. Raises UserError. args: ttt_steps, num_draft_steps, batch_tokens, num_workers and loss.
     """
     K, draft_steps, world, device = args.ttt_steps, args.num_draft_steps, process.world, process.device
     bins = pack([sample.tokens for sample in samples], list(range(len(samples))), args.batch_tokens)
     bins = [[samples[i] for i in indices] for indices in bins[process.rank::world]]
     sums, walks = torch.zeros(K, 4, dtype=torch.float64, device=device), {}
+    settings = sampled.settings if sampled else []
+    expected = {setting: {} for setting in settings}
     reader = Reader(K, draft.shape, device.type == "cuda", len(samples))
     ttt_pass = choose_pass(draft).ttt_pass
     for _, loaded, _ in feed(bins, reader.load, args.num_workers, device, draft.dtype):
         if not loaded.batch:  # nothing of it could be read
             continue
-        step_sums, right = ttt_pass(draft, loaded.batch, [1.0] * K, kind=args.loss)
+        drafts = [] if sampled else None
+        step_sums, right = ttt_pass(draft, loaded.batch, [1.0] * K, kind=args.loss, drafts=drafts)
         sums += step_sums
         right = right.cpu().numpy()
+        accept = sampled.accept(loaded.batch, drafts[:draft_steps]) if sampled else ()
         for sample, ((q0, q1), _) in zip(loaded.samples, loaded.batch.spans):
-            accepted = walk(right[:, q0:q1], sample.start, sample.tokens, draft_steps, sample.rows(K)[0])
+            first, own = sample.rows(K)[0], right[:, q0:q1]
+            accepted = walk(own, sample.start, sample.tokens, draft_steps, first)
             walks[sample.id] = np.bincount(accepted, minlength=draft_steps + 1).tolist()
+            for setting, probability in zip(settings, accept):
+                found = reach(own[:draft_steps], probability[:, q0:q1], sample.start, sample.tokens, first)
+                expected[setting][sample.id] = np.round(found, 5).tolist()
     if world > 1:
         dist.all_reduce(sums)
-    walks = {name: value for part in all_ranks(walks, process) for name, value in part.items()}
+    walks, expected = gathered(walks, process), {name: gathered(own, process) for name, own in expected.items()}
     if not walks:
         raise UserError(f"none of the {len(samples)} validation samples could be read. See to the disk, then run the "
                         "same command again; it goes on from the last checkpoint.")
     counts = np.sum([sample.counts(K) for sample in samples if sample.id in walks], 0)
     metrics = step_metrics(sums.cpu(), counts) | {"accept_length": predicted(walks)["accept_length"]}
-    return Evaluation(metrics, walks)
+    metrics |= {f"accept_length_{setting.key}": expectation(setting, own)["accept_length"]
+                for setting, own in expected.items()}
+    return Evaluation(metrics, walks, expected)
+
+
+def gathered(found: dict, process) -> dict:
+    """{sample id: ...} of all ranks."""
+    return {name: value for part in all_ranks(found, process) for name, value in part.items()}
 
 
 def predicted(walks: dict[str, list[int]]) -> dict:

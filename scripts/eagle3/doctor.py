@@ -109,8 +109,9 @@ def diagnose(facts: Facts, accept: dict | None, check: dict | None) -> dict:
                          "finding": f"not one draft was right in {accept['verify_steps']} verify steps, "
                                     "and no listed cause explains it.",
                          "remedy": "If training's own cond_acc was good, compare one drafted token by hand."})
-    gap, said = None, ("No comparison with training: it needs eagle3.json's prediction, temperature 0, and answers "
-                       "with speculative counts from a server with topk 1 and the predicted number of draft steps.")
+    gap, said = None, ("No comparison with training: it needs eagle3.json's prediction for this temperature, and "
+                       "answers with speculative counts from a server with topk 1 and the predicted number of draft "
+                       "steps.")
     if check:
         gap, said = compare(check)
     found = f"Found: {', '.join(f['cause'] for f in findings)}." if findings else \
@@ -143,7 +144,7 @@ def compare(check: dict) -> tuple[bool | None, str]:
         word = f"its validation samples: {'a gap' if gap else 'no gap'}"
     summary = (f"Training predicted an accept_length of {check['predicted']:.3f}, serving gives {check['served']:.3f} "
                f"on {check['answers']} answers to {word}.")
-    if gap and check["as_long_answers"] < 0.9 * check["answers"]:
+    if gap and check.get("as_long_answers", check["answers"]) < 0.9 * check["answers"]:
         others = check["answers"] - check["as_long_answers"]
         summary += (f" But {others} answers are not as long as the sample, so they are other texts "
                     "(another temperature or --max-tokens than in 01): the comparison is rough.")

@@ -26,7 +26,8 @@ from eagle3.variants import DraftFolder, drafter_hashes
 SERVER_KEYS = ["version", "model_path", "dtype", "quantization", "kv_cache_dtype", "tp_size", "attention_backend",
                "context_length", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
                "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_draft_model_quantization",
-               "incremental_streaming_output"]
+               "speculative_use_rejection_sampling", "speculative_accept_threshold_single",
+               "speculative_accept_threshold_acc", "incremental_streaming_output"]
 
 
 # ---- keys ----

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eagle3.acceptance import Evaluation, evaluate, predicted
+from eagle3.acceptance import Evaluation, evaluate, predicted, sampled_at
 from eagle3.batches import Sample
 from eagle3.bench_prompts import read_ids
 from eagle3.checked import usable_samples
@@ -25,6 +25,7 @@ from eagle3.metrics import listed
 from eagle3.processes import Process
 from eagle3.report import markdown_table
 from eagle3.responses import part_files, read_jsonl
+from eagle3.sampling import Sampling, expectation, expected_length, misfit, said, samplings
 from eagle3.sources import Source, once, read_source
 from eagle3.stage import SCHEMA, UserError, log, sha256_file, write_atomic
 from eagle3.states import layer_list
@@ -135,6 +136,23 @@ def difference(first: dict[str, list[int]], other: dict[str, list[int]]) -> dict
     return {"accept_length": float(statistic(both.sum(0))), "interval": resampled(both, statistic)}
 
 
+def sampled_figures(setting: Sampling, sums: dict[str, list[float]], first: dict[str, list[float]]) -> dict:
+    """What serving answers drawn so is expected to accept, with the interval over the samples and the difference.
+
+    sums, first: {sample id: sampling.reach()}, of this drafter and of the one that it is held against.
+    """
+    entry, both = expectation(setting, sums), [name for name in first if name in sums]
+    pairs = np.array([[*first[name], *sums[name]] for name in both])
+
+    def statistic(total):
+        return expected_length(total[len(total) // 2:]) - expected_length(total[:len(total) // 2])
+
+    return {key: value for key, value in entry.items() if key != "samples"} | {
+        "interval": resampled(np.array(list(sums.values())), expected_length),
+        "difference": None if sums is first else {"accept_length": float(statistic(pairs.sum(0))),
+                                                  "interval": resampled(pairs, statistic)}}
+
+
 def drafter_figures(evaluation: Evaluation, first: Evaluation, source_of: dict[str, str]) -> dict:
     """Everything about one drafter. first: of the drafter that the others are held against."""
     groups = {}
@@ -142,6 +160,8 @@ def drafter_figures(evaluation: Evaluation, first: Evaluation, source_of: dict[s
         groups.setdefault(source_of[name], {})[name] = walk
     return {**accept_figures(evaluation.walks), "metrics": evaluation.metrics,
             "difference": None if evaluation is first else difference(first.walks, evaluation.walks),
+            "sampled": [sampled_figures(setting, sums, first.sampled[setting])
+                        for setting, sums in evaluation.sampled.items()],
             "by_source": {source: accept_figures(walks) for source, walks in sorted(groups.items())},
             "walks": dict(sorted(evaluation.walks.items()))}
 
@@ -160,11 +180,16 @@ def tables(found: dict[str, dict]) -> str:
     whole = [["drafter", "accept_length", "difference to the first", "by draft position"]]
     whole += [[name, with_interval(figures, ".3f"), with_interval(figures["difference"], "+.3f"),
                " ".join(f"{share:.3f}" for share in figures["accept_by_position"])] for name, figures in found.items()]
+    sampled = [["serving sampled answers", "drafter", "accept_length", "difference to the first", "by draft position"]]
+    sampled += [[str(Sampling(own["temperature"], own["top_p"])), name, with_interval(own, ".3f"),
+                 with_interval(own["difference"], "+.3f"),
+                 " ".join(f"{share:.3f}" for share in own["accept_by_position"])]
+                for name, figures in found.items() for own in figures["sampled"]]
     by_source = [["source", "samples", *found]]
     for source, own in next(iter(found.values()))["by_source"].items():
         by_source.append([source, str(own["samples"]),
                           *(with_interval(figures["by_source"][source], ".3f") for figures in found.values())])
-    return "\n\n".join(markdown_table(table) for table in (whole, by_source))
+    return "\n\n".join(markdown_table(table) for table in (whole, sampled, by_source) if len(table) > 1)
 
 
 # ---- the command ----
@@ -205,15 +230,18 @@ def evaluate_drafters(args, process: Process) -> None:
                                                   process)
         samples, dropped = by_map[vocabulary]
         draft = make_drafter(stored, embed, head, args.max_seq_len + args.ttt_steps, process)
-        evaluations.append(evaluate(draft, samples, args, process))
+        evaluations.append(evaluate(draft, samples, args, process, sampled_at(samplings(args), head, draft)))
         metrics, K = evaluations[-1].metrics, args.ttt_steps
         log(f"{stored.folder} | {len(samples)} samples, {sum(dropped.values())} skipped | loss_k "
             f"{listed(metrics, 'loss', K)} | full_acc {listed(metrics, 'full_acc', K)} | cond_acc "
-            f"{listed(metrics, 'cond_acc', K)} | accept_length {metrics['accept_length']:.3f}")
+            f"{listed(metrics, 'cond_acc', K)} | accept_length {metrics['accept_length']:.3f}"
+            + "".join(f" | {said(entry)}" for entry in evaluations[-1].prediction.get("sampled", ())))
     source_of = data_sources(samples, args.responses)
     found = {str(stored.folder): drafter_figures(evaluation, evaluations[0], source_of)
              for stored, evaluation in zip(drafters, evaluations)}
     print(tables(found), flush=True)
+    for sentence in filter(None, (misfit(own) for own in next(iter(found.values()))["sampled"])):
+        log(sentence)
     if args.output_dir:
         args.output_dir.mkdir(parents=True, exist_ok=True)
         path = args.output_dir / "evaluate.json"

@@ -34,12 +34,12 @@ def runs(draft) -> bool:
 
 
 @torch.no_grad()
-def ttt_pass(draft, batch, step_weights, grads=None, kind="ce"):
+def ttt_pass(draft, batch, step_weights, grads=None, kind="ce", drafts=None):
     """See ttt.ttt_pass.
 
     Of the matrices in FOLDED, `grads` gets the gradient of (matrix * norm weight): `finish` parts them.
     """
-    return FusedPass(draft, batch, step_weights, grads, kind).run()
+    return FusedPass(draft, batch, step_weights, grads, kind).run(drafts)
 
 
 def reduce_order(shape) -> list[str]:
@@ -172,8 +172,8 @@ class FusedPass:
                        for i, tensors in enumerate(layer_weights(self.shape, self.w.views))]
         self.ends = []  # per step: (h' (R, H), 1 / rms, gradient of the normed state)
 
-    def run(self):
-        tally, target = Tally(self.draft, self.batch, self.K), self.target_probabilities()
+    def run(self, drafts=None):
+        tally, target = Tally(self.draft, self.batch, self.K, drafts), self.target_probabilities()
         self.embed_once()
         hidden = self.fc_in @ self.folded("fc").t()  # (C, H)
         for k in range(self.K):

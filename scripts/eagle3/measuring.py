@@ -169,7 +169,7 @@ def meet(bench: Benchmark, variant: str, url: str) -> None:
             raise UserError(f"{bench.endpoints}: serves {info['model_path']}, {name} {known['model_path']}: "
                             "not one target.")
     before = servers.get(variant, info)
-    differs = sorted(key for key in info if before.get(key) != info[key] and not (
+    differs = sorted(key for key in info if before.get(key, info[key]) != info[key] and not (
         key in FOLDERS and before.get(key) and info[key] and same_folder(before[key], info[key])))
     if differs:
         raise UserError(f"{bench.endpoints}: other {', '.join(differs)} than in {bench.measured.path}. "

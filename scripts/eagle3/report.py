@@ -8,6 +8,8 @@ from eagle3.bench_prompts import about_requests, contexts_of
 from eagle3.figures import (BOOTSTRAP, CONTEXT_BUCKETS, acceptance, answered, context_bucket, count, difference_key,
                             grouped, level_figures, paired, pooled, prediction_check, same_text, speed_up)
 from eagle3.measured import Measured
+from eagle3.sampled_serving import sampled_check, sampled_sentence
+from eagle3.sampling import Sampling
 
 
 # ---- figures of the whole run ----
@@ -30,9 +32,13 @@ def build_report(measured: Measured, prompts: list[dict], predictions: dict[str,
             of = [unit for unit in measured.units if unit["variant"] == name]
             # one level's answers: at another level the same prompt may get another text
             lowest = [record for unit in of if unit["level"] in levels[:1] for record in unit["requests"]]
-            server = measured.servers.get(name, {})
-            check = prediction_check(predictions.get(name), lowest, server, config["temperature"])
-            report["variants"][name] = {**acceptance_groups(answered(of), prompts, steps[name]), "prediction": check}
+            server, note, prediction = measured.servers.get(name, {}), None, predictions.get(name)
+            setting = Sampling(config["temperature"], config.get("top-p", 1.0))
+            check = prediction_check(prediction, lowest, server, setting.temperature)
+            if setting.temperature:
+                check, note = sampled_check(prediction, lowest, server, setting, repeated(units, name))
+            report["variants"][name] = {**acceptance_groups(answered(of), prompts, steps[name]), "prediction": check,
+                                        "sampling_note": note}
     report["verdict"] = {level: verdict(row) for level, row in report["levels"].items()}
     return report
 
@@ -61,6 +67,13 @@ def level_rows(of: dict[str, list[dict]], steps: dict[str, int], probes: dict, c
     if greedy and len(of.get("plain", [])) > 1:
         row["plain"]["same_text_as_itself"] = same_as_itself(of["plain"])
     return row
+
+
+def repeated(units: list[dict], name: str) -> tuple[float | None, float | None]:
+    """same_as_itself at one level: of the variant `name`, and of plain."""
+    level = next(unit["level"] for unit in units if unit["variant"] == name)
+    of = [[unit for unit in units if (unit["variant"], unit["level"]) == (own, level)] for own in (name, "plain")]
+    return tuple(same_as_itself(own) if len(own) > 1 else None for own in of)
 
 
 def same_as_itself(units: list[dict]) -> float | None:
@@ -195,6 +208,8 @@ def difference_remarks(variant: str, differences: list[dict]) -> list[str]:
 
 
 def prediction_sentence(check: dict) -> str:
+    if "temperature" in check:
+        return sampled_sentence(check)
     whose = f"its validation samples ({check['equal_answers']} with exactly the predicted counts)" \
         if check["of_validation"] else "other prompts than its validation samples"
     return (f"Training predicted {check['predicted']:.3f}, served {check['served']:.3f} on {check['answers']} answers "
@@ -247,4 +262,5 @@ def acceptance_chapter(variant: str, found: dict) -> list[str]:
     tables = [accept_table("source", found["by_source"]), "", accept_table("thinking", found["by_thinking"]), "",
               accept_table("context at the end, tokens", found["by_context"]), ""]
     check = [prediction_sentence(found["prediction"])] if found["prediction"] else []
+    check += [f"{variant}: {found['sampling_note']}"] if found["sampling_note"] else []
     return ["", f"## Acceptance of {variant}", "", *tables, *check]

@@ -80,6 +80,10 @@ def add_loss_flags(add) -> None:
     add("--step-decay", type=float, default=0.8, help="TTT step k weighs this to the k in the loss")
     add("--step-weights", type=float, nargs="+", metavar="W", help="one a TTT step, instead of --step-decay")
     add("--num-draft-steps", type=int, help="speculative steps of the predicted accept_length (default: --ttt-steps)")
+    add("--temperature", type=float, nargs="+", metavar="F",
+        help="also predict the accept_length of serving sampled answers at these temperatures, best where the held-out "
+             "answers were sampled so, too (always predicted: greedy serving)")
+    add("--top-p", type=float, default=1.0, metavar="F", help="of --temperature")
     add("--loss", choices=("ce", "kl", "lk"), default="ce",
         help="soft cross-entropy, KL, or -log of the acceptance probability")
     add("--loss-on", choices=("response", "all"), default="response",
@@ -125,7 +129,7 @@ LIMITS = (  # what, whether a value fits, the flags it is said of
 # Flags that came later, and the value that a folder begun without them has: it is not written into a config, so that
 # such a folder goes on
 UNSAID = {"min-lr-ratio": 0.0, "decay-ratio": 0.2, "data-weight": None, "evaluate": None, "ids": None,
-          "responses": None}
+          "responses": None, "temperature": None, "top-p": 1.0}
 
 
 def as_config(args) -> dict:
@@ -148,6 +152,7 @@ def check_args(args) -> None:
             value = getattr(args, flag.replace("-", "_"))
             if value is not None and not fits(value):
                 raise UserError(f"--{flag} {value} cannot be: it must be {limits}.")
+    check_sampling(args)
     args.batch_tokens = max(args.batch_tokens, args.max_seq_len)
     if args.evaluate:
         args.data_dirs = args.data_dir
@@ -166,6 +171,18 @@ def check_args(args) -> None:
     if args.num_draft_steps > args.ttt_steps:
         raise UserError(f"--num-draft-steps {args.num_draft_steps} needs --ttt-steps of at least as many, "
                         f"not {args.ttt_steps}.")
+
+
+def check_sampling(args) -> None:
+    """Raises UserError."""
+    temperatures = args.temperature or []
+    if not all(0 < temperature < math.inf for temperature in temperatures):
+        raise UserError(f"--temperature {' '.join(f'{t:g}' for t in temperatures)} cannot be: each must be above 0 "
+                        "(greedy serving, temperature 0, is always predicted).")
+    if len(set(temperatures)) < len(temperatures):
+        raise UserError(f"--temperature: a value stands twice in {' '.join(f'{t:g}' for t in temperatures)}.")
+    if not 0 < args.top_p <= 1 or args.top_p < 1 and not temperatures:
+        raise UserError(f"--top-p {args.top_p:g}: above 0, at most 1, and only with --temperature.")
 
 
 def check_folders(args) -> None:

@@ -189,8 +189,9 @@ def head_loss(normed, head, target, kind: str):
 class Tally:
     """What a pass finds: per TTT step the sums of its losses and of its hits, and which drafts were right."""
 
-    def __init__(self, draft, batch, steps: int):
-        self.draft_ids, self.batch, self.sums, self.right = draft.draft_ids, batch, [], []
+    def __init__(self, draft, batch, steps: int, drafts: list | None = None):
+        """drafts: gets the draft tokens of each step, (R,) ids of the target."""
+        self.draft_ids, self.batch, self.sums, self.right, self.drafts = draft.draft_ids, batch, [], [], drafts
         self.labels, self.mask = (F.pad(x, (0, steps)) for x in (batch.labels, batch.mask))
         self.chain = torch.ones_like(batch.mask)  # rows whose drafts of the steps so far were all right
         self.counted = self.chain.clone()  # rows that counted in all steps so far
@@ -201,12 +202,15 @@ class Tally:
 
     def add(self, k: int, losses, best) -> None:
         """losses, best (R,): row losses of step k and the draft token of highest probability."""
-        counts, hit = self.counts(k), self.draft_ids[best] == self.labels[k:k + len(best)]
+        counts, tokens = self.counts(k), self.draft_ids[best]
+        hit = tokens == self.labels[k:k + len(best)]
         before = self.chain & self.counted & counts
         self.counted, self.chain = self.counted & counts, self.chain & hit
         flags = (self.counted, self.counted & self.chain, before)
         self.sums.append(torch.stack([(losses * counts).sum(), *(flag.sum(dtype=losses.dtype) for flag in flags)]))
         self.right.append(hit)
+        if self.drafts is not None:
+            self.drafts.append(tokens)
 
     def result(self):
         """sums (K, 4) and right (K, R).
@@ -216,14 +220,14 @@ class Tally:
         return torch.stack(self.sums), torch.stack(self.right)
 
 
-def ttt_pass(draft, batch, step_weights, grads=None, kind="ce"):
+def ttt_pass(draft, batch, step_weights, grads=None, kind="ce", drafts=None):
     """Forward, and with `grads` backward, of all TTT steps over one packed batch.
 
     step_weights: K floats; the loss whose gradient is added to `grads` (optimizers.Gradients) is the sum over k of
     step_weights[k] * row losses of step k. Returns Tally.result().
     """
     shape, K, eps, C = draft.shape, len(step_weights), draft.shape.rms_norm_eps, len(batch.positions)
-    tally, loss = Tally(draft, batch, K), 0.0
+    tally, loss = Tally(draft, batch, K, drafts), 0.0
     with torch.set_grad_enabled(grads is not None):
         w = {name: view.detach().requires_grad_(grads is not None) for name, view in draft.weights.views.items()}
         layers, caches = layer_weights(shape, w), [[] for _ in range(shape.layers)]
