@@ -15,7 +15,7 @@ Reads   responses/ (part-*.jsonl, manifest.json); with --verify, lm_head and the
 Writes  <output-dir>/<2 hex>/<id>.safetensors, plan.jsonl (all samples in the order of one pass), landed.jsonl,
         quarantine.jsonl, index.jsonl, verify.json, manifest.json (last)
 Size    (capture layers + 1) * hidden_size * bytes per element + 5 bytes a token: 57,349 for Kimi-K2.5 and 3 layers,
-        5.0 TB for 87.8M tokens.
+        5.0 TB for 87.8M tokens; with --states fp8 28,693 and 2.5 TB.
         Time: the prefill's.
 Stop it any way, at any time; the same command goes on. Exit 2 with one line for what you can mend (server away, ...).
 """
@@ -37,7 +37,7 @@ from eagle3.responses import finished_parts  # noqa: E402
 from eagle3.samples import Sample, read_ids, read_samples  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, read_manifest, run,  # noqa: E402
                           sha256_file, write_manifest)
-from eagle3.states import facts_token_bytes, token_bytes  # noqa: E402
+from eagle3.states import KINDS, facts_token_bytes, kind_of, token_bytes  # noqa: E402
 from eagle3.target import Target, text_config  # noqa: E402
 from eagle3.verify import complete_rows, read_report, redo_failed, verify  # noqa: E402
 
@@ -59,6 +59,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--limit", type=int, default=0,
         help="only the first N samples (0: all). May change between calls, except with --max-disk-gb; a 04_train.py "
              "--follow that has begun keeps the plan that it read")
+    add("--states", choices=KINDS, default=KINDS[0],
+        help="how states are stored. bf16: as the target computes them; fp8: e4m3 with a scale for each layer of each "
+             "token, half the bytes; fp8-aux: the captured layers so, the final state as it is. One kind a folder")
     add("--server-wait", type=float, default=1800, metavar="S",
         help="how long all servers may load, be away, hang or be busy (a restart, a full queue)")
     add("--request-timeout", type=float, default=900, metavar="S")
@@ -104,19 +107,19 @@ def check_args(args) -> None:
 
 
 # ---- before anything is sent ----
-def bytes_a_token(facts: dict | None, target: Path | None) -> int | None:
+def bytes_a_token(facts: dict | None, target: Path | None, kind: str) -> int | None:
     """What the files so far take, else what the target's config lets expect; None when neither is there."""
     if facts is not None:
         return facts_token_bytes(facts)
     try:
-        return token_bytes(text_config(target)["hidden_size"], "bfloat16") if target else None
+        return token_bytes(text_config(target)["hidden_size"], "bfloat16", kind=kind) if target else None
     except (UserError, KeyError):
         return None
 
 
 def forecast(job: Extraction, tokens: int) -> None:
     """Say how many bytes are still to come and how many fit; refuse what does not fit. Raises UserError."""
-    size = bytes_a_token(job.journal.facts, job.args.verifier_path)
+    size = bytes_a_token(job.journal.facts, job.args.verifier_path, job.args.states)
     if size is None:
         return
     need, free = tokens * size, free_bytes(job.folder)
@@ -161,7 +164,7 @@ class Progress:
         self.last_log = self.began
         self.tokens_to_do = sum(sample.tokens for sample in job.to_do)
         self.in_place = job.total - len(job.to_do) - len(job.quarantine.reasons)  # at the start
-        self.size = bytes_a_token(job.journal.facts, job.args.verifier_path)
+        self.size = bytes_a_token(job.journal.facts, job.args.verifier_path, job.args.states)
 
     def tokens_left(self) -> int:
         return self.tokens_to_do - self.job.done_tokens
@@ -170,7 +173,7 @@ class Progress:
         """Called many times a second; away: servers. Raises UserError where what is to come does not fit any more."""
         job, now = self.job, time.monotonic()
         # The first file may say otherwise than the target's config
-        if job.journal.facts is not None and self.size != (size := bytes_a_token(job.journal.facts, None)):
+        if job.journal.facts is not None and self.size != (size := facts_token_bytes(job.journal.facts)):
             self.size = size
             forecast(job, self.tokens_left())
         if now - self.last_log >= job.args.log_interval:
@@ -266,11 +269,15 @@ def open_folder(args, folder: Path, inputs: dict):
     Until a sample has landed any config goes: what 03 advises before must be possible in the folder that hears it.
     """
     landed, bounded = folder / "landed.jsonl", {"bounded": True} if args.max_disk_gb else {}
-    config = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs} | bounded
+    states = {"states": args.states} if args.states != KINDS[0] else {}  # as in folders of before there were others
+    config = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs} | states | bounded
 
     def renew(old: dict) -> dict | None:
         if not landed.exists() or not landed.stat().st_size:
             return None
+        if kind_of(old) != args.states:
+            raise UserError(f"{folder}: begun with --states {kind_of(old)}, now {args.states}. One folder cannot hold "
+                            "both: use the old value or another folder.")
         return old if bounded else old | {"limit": args.limit}  # bounded: 04 has planned its releases by all samples
 
     lock = open_stage(folder, config, set(), renew)

@@ -8,9 +8,11 @@ server behaves as the original.
     python3 -m sglang.launch_server ... --disable-radix-cache
 
 Captured are only requests whose rid is `eagle3:<run>:<prompt_len>:<tokens>:<id>`; the file appears (by a rename) as
-`<EAGLE3_CAPTURE_DIR>/<run>/<id>.safetensors` when it is whole. A sample that could not be written leaves `<id>.error`
-with one line, `<kind>: <text>`; kind is `refused` (this server cannot capture: its flags), `retry` (send it again),
-`data` (not finite), `write` (OSError) or `stalled` (the disk stands still: send it again later).
+`<EAGLE3_CAPTURE_DIR>/<run>/<id>.safetensors` when it is whole. `eagle3-fp8:...` and `eagle3-fp8-aux:...` ask for FP8
+states (eagle3_capture_files.py): quantised where the model is, so that half the bytes are copied and written. A
+sample that could not be written leaves `<id>.error` with one line, `<kind>: <text>`; kind is `refused` (this server
+cannot capture: its flags), `retry` (send it again), `data` (not finite), `write` (OSError) or `stalled` (the disk
+stands still: send it again later).
 
 EAGLE3_CAPTURE_BUFFER_MB (2048) bounds the host memory for rows in flight: a prefill that finds none free waits, but not
 for ever: after STALL_S its sample is given up, since SGLang's watchdog would end the server.
@@ -39,7 +41,7 @@ else:  # on PYTHONPATH, see forward_hook
 
 DIR_VARIABLE = "EAGLE3_CAPTURE_DIR"
 SCHEMA = 1
-RID = re.compile(r"eagle3:(\w[\w.-]{0,80}):(\d+):(\d+):([A-Za-z0-9._-]{1,120})")
+RID = re.compile(r"eagle3(?:-(fp8|fp8-aux))?:(\w[\w.-]{0,80}):(\d+):(\d+):([A-Za-z0-9._-]{1,120})")
 STALL_S = 120.0  # for a free slot in one forward pass, at most; less where the watchdog's time is short
 LAYERS = range(3, 6)  # how many layers a drafter can take its aux states from
 MAX_OPEN = 64  # chunked samples with a file begun; SGLang prefills one at a time, the others were left by their client
@@ -133,8 +135,9 @@ def wanted_rows(forward_batch) -> list[tuple[int, int, int, str, tuple]]:
     starts, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
     for rid, start, count in zip(forward_batch.rids, starts, counts):
         match, start, count = RID.fullmatch(rid), int(start), int(count)
-        if match and start < int(match[3]):  # past it: a token of the answer, decoded in a MIXED batch
-            found.append((row, start, count, rid, (match[1], int(match[2]), int(match[3]), match[4])))
+        if match and start < int(match[4]):  # past it: a token of the answer, decoded in a MIXED batch
+            parts = match[2], int(match[3]), int(match[4]), match[5], match[1] or "bf16"
+            found.append((row, start, count, rid, parts))
         row += count
     return found
 
@@ -208,23 +211,23 @@ class Capture:
 
     def start_writing(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """For the first rows, not before: CUDA graph capture allows no allocation of pinned memory."""
-        self.row_bytes = (self.aux_states + 1) * width * dtype.itemsize + 4
-        self.slot_rows = max(1, (files.SLOT_BYTES - 1) // self.row_bytes)
-        # How many may still be made
-        self.slots = max(2, self.buffer_bytes // max(files.SLOT_BYTES, self.row_bytes + 1))
+        self.layouts = {states: files.Layout(states, self.aux_states, width, dtype) for states in files.IN_FP8}
+        row_bytes = self.layouts["bf16"].row_bytes
+        self.slot_bytes = max(files.SLOT_BYTES, row_bytes + 1)
+        self.slots = max(2, self.buffer_bytes // self.slot_bytes)  # how many may still be made
         self.free: queue.SimpleQueue = queue.SimpleQueue()
         self.made = 0
         self.threads = [files.Writer(self.free) for _ in range(min(8, max(4, (os.cpu_count() or 4) // 2)))]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.metadata |= {"dtype": str(dtype).removeprefix("torch."), "weights": fingerprint(self.model)}
-        logger.info("eagle3_capture: %d bytes a token, %d slots of %d rows, %d threads", self.row_bytes, self.slots,
-                    self.slot_rows, len(self.threads))
+        logger.info("eagle3_capture: %d bytes a token (%d in FP8), %d slots of %d MiB, %d threads", row_bytes,
+                    self.layouts["fp8"].row_bytes, self.slots, self.slot_bytes >> 20, len(self.threads))
 
-    def slot(self, last: torch.Tensor) -> files.Slot:
+    def slot(self) -> files.Slot:
         """A free slot; waits, and so slows prefill down, when all that there may be are in flight. Raises Stalled."""
         if self.free.empty() and self.slots > 0:
             try:
-                slot = files.Slot(self.slot_rows, self.aux_states, last.shape[1], last.dtype, self.stream is not None)
+                slot = files.Slot(self.slot_bytes, self.stream is not None)
                 self.slots, self.made = self.slots - 1, self.made + 1
                 return slot
             except RuntimeError as error:  # no memory of that kind is left: the slots that there are must do
@@ -270,6 +273,9 @@ class Capture:
             if row + count > min(tensor.shape[0] for tensor in (*aux, last, input_ids)):
                 sample.thread.drop(sample, "refused: this server splits the rows of a batch over ranks")
                 continue
+            if sample.layout.in_fp8 and last.shape[1] % 4:
+                sample.thread.drop(sample, "refused: FP8 states need a hidden size that 4 divides. Use --states bf16.")
+                continue
             try:
                 self.copy(sample, slice(row, row + count), aux, last, input_ids)
             except Stalled as error:
@@ -283,23 +289,28 @@ class Capture:
                     oldest = self.samples.pop(next(iter(self.samples)))
                     oldest.thread.drop(oldest, None)
 
-
     def copy(self, sample: files.Sample, rows: slice, aux: list[torch.Tensor], last: torch.Tensor, input_ids) -> None:
         """`rows` of a forward pass into slots, not waiting for the GPU, and to the sample's writer. Raises Stalled."""
-        for first in range(rows.start, rows.stop, self.slot_rows):
-            piece = slice(first, min(first + self.slot_rows, rows.stop))
-            slot, number = self.slot(last), piece.stop - piece.start
+        layout, first = sample.layout, rows.start
+        while first < rows.stop:
+            slot = self.slot()
+            slot.lay_out(layout)
+            number = min(slot.rows(layout), rows.stop - first)
+            piece = slice(first, first + number)
             with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
                 # Packed on the GPU: a copy into strided host memory would go through unpinned memory and block
                 packed = aux[0][piece] if len(aux) == 1 else torch.cat([tensor[piece] for tensor in aux], dim=-1)
-                slot.aux[:number].copy_(packed, non_blocking=True)
-                slot.last[:number].copy_(last[piece], non_blocking=True)
-                slot.ids[:number].copy_(input_ids[piece], non_blocking=True)
-                slot.finite.copy_((packed.isfinite().all() & last[piece].isfinite().all()).view(1), non_blocking=True)
+                parts = {files.AUX: packed, files.LAST: last[piece], "input_ids": input_ids[piece]}
+                finite = packed.isfinite().all() & last[piece].isfinite().all()
+                for name in layout.in_fp8:
+                    parts[name], parts[files.SCALES[name]] = files.quantised(parts[name], layout.width)
+                for name, part in parts.items():
+                    slot.parts[name][:number].copy_(part, non_blocking=True)
+                slot.finite.copy_(finite.view(1), non_blocking=True)
                 if self.stream:
                     slot.copied = torch.cuda.Event()
                     slot.copied.record(self.stream)
-            sample.taken += number
+            sample.taken, first = sample.taken + number, first + number
             sample.thread.add(sample, slot, number)
 
 
@@ -317,14 +328,14 @@ def capture(model, positions: torch.Tensor, forward_batch, hidden_states: torch.
         try:
             _state = Capture(model)
         except Refused as error:
-            for *_, (run, _, _, sample_id) in wanted:
+            for *_, (run, _, _, sample_id, _) in wanted:
                 files.tell(Path(os.environ[DIR_VARIABLE]).absolute() / run, sample_id, f"refused: {error}")
             raise
     if wanted and aux_hidden_states is not None:
         if _state.writes:
             _state.take(wanted, aux_hidden_states, hidden_states, forward_batch.input_ids)
     elif wanted and forward_batch.contains_mm_inputs():
-        for *_, (run, _, _, sample_id) in wanted:
+        for *_, (run, _, _, sample_id, _) in wanted:
             files.tell(_state.folder / run, sample_id, "retry: this batch, which held an image, switched capture on")
     elif wanted:
         # Switched on just now, after the model ran on this batch, the server's first: run it again (it comes back here)

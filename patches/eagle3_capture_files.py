@@ -3,7 +3,11 @@
 Rows come in slots (pinned host memory), each sample's to one of a few threads, which hash and write. Whatever a disk
 does to such a thread, it goes on with the next sample and its slots return: without slots prefill would stand still.
 
-Shapes: N rows, T tokens of a sample, H hidden, A captured layers.
+A client asks for states as they come ("bf16", whatever the model's dtype is) or as FP8: "fp8" (all), "fp8-aux" (the
+captured layers alone). A row of each layer is then e4m3 numbers times one float32 scale of its own, so that neither the
+huge channels of one layer nor those of one token make others coarse.
+
+Shapes: N rows, T tokens of a sample, H hidden, A captured layers, S states side by side in a row (A, or 1).
 """
 import hashlib
 import json
@@ -17,9 +21,30 @@ from pathlib import Path
 import torch
 
 SLOT_BYTES = 32 << 20
-SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+FP8 = torch.float8_e4m3fn
+SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", FP8: "F8_E4M3",
+                     torch.int32: "I32"}
+AUX, LAST = "aux_hidden_states", "last_hidden_states"
+IN_FP8 = {"bf16": (), "fp8": (AUX, LAST), "fp8-aux": (AUX,)}  # kind of states: which tensors
+SCALES = {AUX: "aux_scales", LAST: "last_scales"}
+LARGEST = 448.0  # of e4m3
+# Of a scale: above, scale * 448 would be no finite number any more; below, row / scale
+SCALE_RANGE = 2.0 ** -126, 7.5e35
 
 logger = logging.getLogger("eagle3_capture")
+
+
+def quantised(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows (N, S*H), finite -> ((N, S*H) FP8, (N, S) float32 scales): what was x is FP8 * scale.
+
+    The largest of the H numbers that share a scale becomes 448; all else is rounded to nearest even. Zeros: scale 1.
+    """
+    states = rows.view(len(rows), -1, width)
+    largest = states.abs().amax(-1).float()
+    scales = (largest / LARGEST).clamp_(*SCALE_RANGE).masked_fill_(largest == 0, 1.0)
+    # In float32, and not in place: SGLang goes on with the rows. Clamped: beyond 448 would be NaN
+    scaled = (states / scales[:, :, None]).clamp_(-LARGEST, LARGEST)
+    return scaled.to(FP8).reshape(rows.shape), scales
 
 
 class NotFinite(ValueError):
@@ -40,20 +65,42 @@ def tell(folder: Path, sample_id: str, reason: str) -> None:
             time.sleep(0.1)
 
 
-class Slot:
-    """A block of pinned host memory: up to `rows` rows of one sample, (N, A*H) + (N, H) + ids, and whether finite."""
+class Layout:
+    """What a row of a sample is made of.
 
-    def __init__(self, rows: int, aux_states: int, width: int, dtype: torch.dtype, pinned: bool):
-        ends = [0]
-        for size in (rows * aux_states * width * dtype.itemsize, rows * width * dtype.itemsize, rows * 4, 1):
-            ends.append(ends[-1] + size)
+    columns: {tensor: (dtype, how many, None where it has no second dimension)}, in the order of the file.
+    """
+
+    def __init__(self, states: str, aux_states: int, width: int, dtype: torch.dtype):
+        self.states, self.width, self.in_fp8 = states, width, IN_FP8[states]
+        counts = {AUX: aux_states, LAST: 1}
+        self.columns = {name: (FP8 if name in self.in_fp8 else dtype, counts[name] * width) for name in counts}
+        self.columns |= {SCALES[name]: (torch.float32, counts[name]) for name in self.in_fp8}
+        self.columns["input_ids"] = torch.int32, None
+        self.row_bytes = sum(dtype.itemsize * (count or 1) for dtype, count in self.columns.values())
+
+
+class Slot:
+    """A block of pinned host memory: rows of one sample, in `parts` {tensor: rows}, and whether they are `finite`."""
+
+    def __init__(self, size: int, pinned: bool):
         # In one piece: the allocator of pinned memory rounds each up to a power of two
-        buffer = torch.empty(max(SLOT_BYTES, ends[-1]), dtype=torch.uint8, pin_memory=pinned)
-        aux, last, ids, finite = (buffer[begin:end] for begin, end in zip(ends, ends[1:]))
-        self.aux = aux.view(dtype).view(rows, aux_states * width)
-        self.last = last.view(dtype).view(rows, width)
-        self.ids, self.finite = ids.view(torch.int32), finite.view(torch.bool)
+        self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self.finite = self.buffer[-1:].view(torch.bool)
         self.copied = None  # CUDA event; None on a CPU
+
+    def rows(self, layout: Layout) -> int:
+        """How many find room."""
+        return (len(self.buffer) - 1) // layout.row_bytes
+
+    def lay_out(self, layout: Layout) -> None:
+        rows, at, self.parts = self.rows(layout), 0, {}
+        # The widest first, so that every part is aligned to its element
+        for name, (dtype, count) in sorted(layout.columns.items(), key=lambda item: -item[1][0].itemsize):
+            size = rows * dtype.itemsize * (count or 1)
+            part = self.buffer[at:at + size].view(dtype)
+            self.parts[name] = part if count is None else part.view(rows, count)
+            at += size
 
 
 def view(tensor: torch.Tensor) -> memoryview:
@@ -64,11 +111,12 @@ def view(tensor: torch.Tensor) -> memoryview:
 class Sample:
     """One file being written. `add` runs on one writer thread only, in the order of the rows.
 
-    capture: eagle3_capture.Capture, of which it takes folder, threads, aux_states and metadata.
+    capture: eagle3_capture.Capture, of which it takes folder, threads, layouts and metadata.
     """
 
-    def __init__(self, capture, run: str, prompt_len: int, tokens: int, sample_id: str):
+    def __init__(self, capture, run: str, prompt_len: int, tokens: int, sample_id: str, states: str):
         self.capture, self.prompt_len, self.tokens, self.id = capture, prompt_len, tokens, sample_id
+        self.layout = capture.layouts[states]
         self.folder = capture.folder / run
         self.thread = min(capture.threads, key=lambda thread: thread.rows)  # all its rows: they must stay in order
         self.taken = 0    # rows copied out of forward passes (scheduler thread)
@@ -76,18 +124,17 @@ class Sample:
         self.file = self.path = None
         self.failed = False
 
-    def header(self, width: int, dtype: torch.dtype, checksum: str) -> bytes:
+    def header(self, checksum: str) -> bytes:
         """Length and JSON as safetensors has them, as long for every checksum. Sets self.offsets (of the data)."""
-        T, aux, size, kind = self.tokens, self.capture.aux_states * width, dtype.itemsize, SAFETENSORS_DTYPE[dtype]
-        tensors, end = {}, 0
-        # The widest first, so that every tensor is aligned to its element
-        for name, dtype, shape, size in (("aux_hidden_states", kind, [T, aux], T * aux * size),
-                                         ("last_hidden_states", kind, [T, width], T * width * size),
-                                         ("input_ids", "I32", [T], 4 * T), ("loss_mask", "U8", [T], T)):
-            tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        T, tensors, end = self.tokens, {}, 0
+        for name, (dtype, count) in [*self.layout.columns.items(), ("loss_mask", (torch.uint8, None))]:
+            size = T * dtype.itemsize * (count or 1)
+            tensors[name] = {"dtype": SAFETENSORS_DTYPE.get(dtype, "U8"), "shape": [T] if count is None else [T, count],
+                             "data_offsets": [end, end + size]}
             end += size
         self.offsets = {name: tensor["data_offsets"] for name, tensor in tensors.items()}
-        metadata = {**self.capture.metadata, "id": self.id, "prompt_len": str(self.prompt_len),
+        kind = {"states": self.layout.states} if self.layout.in_fp8 else {}
+        metadata = {**self.capture.metadata, **kind, "id": self.id, "prompt_len": str(self.prompt_len),
                     "checksum": f"sha256:{checksum}"}
         text = json.dumps({"__metadata__": metadata, **tensors}).encode()
         text += b" " * (-len(text) % 8)
@@ -101,19 +148,20 @@ class Sample:
             slot.copied.synchronize()
         if not slot.finite:
             raise NotFinite(f"a hidden state at positions {self.written} to {self.written + rows - 1} is not finite")
-        aux, last, ids = view(slot.aux[:rows]), view(slot.last[:rows]), view(slot.ids[:rows])
+        parts = {name: view(part[:rows]) for name, part in slot.parts.items()}
         if self.file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.path = self.folder / f"{self.id}.safetensors"
             self.file = os.open(f"{self.path}.tmp", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            self.dtype, self.width = slot.last.dtype, slot.last.shape[1]
-            self.begin = len(self.header(self.width, self.dtype, "0" * 64))
+            self.begin = len(self.header("0" * 64))
             self.sha256 = hashlib.sha256()
-            self.ids = bytearray()
-        self.sha256.update(aux)  # the GIL is released in update, pwrite and fsync
-        self.put(aux, "aux_hidden_states", self.written * len(aux) // rows)
-        self.put(last, "last_hidden_states", self.written * len(last) // rows)
-        self.ids += ids
+            self.small = {name: bytearray() for name in self.layout.columns if name not in SCALES}
+        self.sha256.update(parts[AUX])  # the GIL is released in update, pwrite and fsync
+        for name, part in parts.items():
+            if name in SCALES:
+                self.put(part, name, self.written * len(part) // rows)
+            else:
+                self.small[name] += part
         self.written += rows
         if self.written == self.tokens:
             self.finish(slot)
@@ -130,19 +178,19 @@ class Sample:
 
     def finish(self, slot: Slot) -> None:
         # The checksum runs in file order; rows come in pieces, so the second tensor is read back (from the page cache)
-        buffer = view(slot.aux)  # its rows are in the file already
-        at, end = (self.begin + offset for offset in self.offsets["last_hidden_states"])
+        buffer = view(slot.buffer)  # its rows are in the file already, or in self.small
+        at, end = (self.begin + offset for offset in self.offsets[LAST])
         while at < end:
             count = os.preadv(self.file, [buffer[:min(len(buffer), end - at)]], at)
             if not count:
                 raise OSError("the file has become shorter")
             self.sha256.update(buffer[:count])
             at += count
-        for name, data in (("input_ids", bytes(self.ids)),
-                           ("loss_mask", bytes(self.prompt_len) + b"\1" * (self.tokens - self.prompt_len))):
+        self.small["loss_mask"] = bytes(self.prompt_len) + b"\1" * (self.tokens - self.prompt_len)
+        for name, data in self.small.items():
             self.sha256.update(data)
             self.put(memoryview(data), name, 0)
-        self.write(memoryview(self.header(self.width, self.dtype, self.sha256.hexdigest())), 0)
+        self.write(memoryview(self.header(self.sha256.hexdigest())), 0)
         os.fsync(self.file)
         self.close()  # where a quota or a server of files says what it has kept back so far
         os.replace(f"{self.path}.tmp", self.path)

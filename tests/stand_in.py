@@ -12,8 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
+import eagle3_capture_files as capture_files
 from conftest import ROOT, load_script
+from eagle3.states import IN_FP8, KINDS, SCALES
 
 
 def capture_hash() -> str:
@@ -38,19 +41,31 @@ def constant_states(ids: list[int], layers: int, width: int) -> tuple[np.ndarray
 
 
 def captured(sample_id: str, prompt_len: int, ids: list[int], layers: str, width: int = 8, states=constant_states,
-             **metadata: str) -> bytes:
+             kind: str = KINDS[0], **metadata: str) -> bytes:
     """A file as eagle3_capture writes it, of what `states` makes of the ids; `metadata` replace or add to its header's.
     """
     T, (aux, last) = len(ids), states(ids, len(layers.split(",")), width)
-    tensors = {"aux_hidden_states": ("F32", aux), "last_hidden_states": ("F32", last),
-               "input_ids": ("I32", np.array(ids, np.int32)),
-               "loss_mask": ("U8", np.array([0] * prompt_len + [1] * (T - prompt_len), np.uint8))}
-    data = b"".join(array.tobytes() for _, array in tensors.values())
-    metadata = {"schema": "1", "target": "stub", "capture_layers": layers, "sglang_version": "0.5.23",
-                "patch_hash": "0", "dtype": "float32", "id": sample_id, "prompt_len": str(prompt_len),
-                "checksum": f"sha256:{hashlib.sha256(data).hexdigest()}"} | metadata
-    header, end = {"__metadata__": metadata}, 0
-    for name, (kind, array) in tensors.items():
+    tensors = {"aux_hidden_states": aux, "last_hidden_states": last, "input_ids": np.array(ids, np.int32),
+               "loss_mask": np.array([0] * prompt_len + [1] * (T - prompt_len), np.uint8)}
+    return file_of(tensors, {"schema": "1", "target": "stub", "capture_layers": layers, "sglang_version": "0.5.23",
+                             "patch_hash": "0", "dtype": "float32", **({"states": kind} if kind != KINDS[0] else {}),
+                             "id": sample_id, "prompt_len": str(prompt_len)} | metadata)
+
+
+def file_of(tensors: dict[str, np.ndarray], metadata: dict) -> bytes:
+    """The bytes of a file of these tensors, states in float32, as its `states` in the metadata says; its checksum fits.
+    """
+    width, small = tensors["last_hidden_states"].shape[1], {}
+    stored = {name: ({"f": "F32", "i": "I32", "u": "U8"}[array.dtype.kind], array) for name, array in tensors.items()}
+    for name in IN_FP8.get(metadata.get("states", KINDS[0]), ()):
+        values, scales = capture_files.quantised(torch.from_numpy(np.ascontiguousarray(tensors[name])), width)
+        stored[name], small[SCALES[name]] = ("F8_E4M3", values.view(torch.uint8).numpy()), ("F32", scales.numpy())
+    stored |= small
+    stored = {name: stored[name] for name in [*SCALES, *small, "input_ids", "loss_mask"]}  # in the order of the file
+    data = b"".join(array.tobytes() for _, array in stored.values())
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    header, end = {"__metadata__": {**metadata, "checksum": metadata.get("checksum", digest)}}, 0
+    for name, (kind, array) in stored.items():
         header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
         end += array.nbytes
     text = json.dumps(header).encode()
@@ -68,6 +83,7 @@ class StandIn:
     def __init__(self, folder: Path, layers: str = "1,2,3", width: int = 8, port: int = 0):
         self.folder, self.layers, self.width, self.asked = folder, layers, width, []
         self.metadata: dict[str, str] = {}  # what its files say beside or instead of the usual
+        self.kind = None  # of states, whatever it is asked for
         self.before = lambda sample_id, folder: None
         self.get = lambda path: (200, {})
         self.states, self.key, self.most, self.in_flight = constant_states, None, 0, 0
@@ -104,22 +120,24 @@ class StandIn:
         answer = 200, {"output_ids": [0], "meta_info": {"prompt_tokens": len(body["input_ids"])}}
         if "rid" not in body:
             return answer
-        _, run, prompt_len, _, sample_id = body["rid"].split(":")
+        asked, run, prompt_len, _, sample_id = body["rid"].split(":")
+        kind = self.kind or asked.removeprefix("eagle3").removeprefix("-") or KINDS[0]
         self.asked.append(sample_id)
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         try:
-            return self.work(sample_id, int(prompt_len), body["input_ids"], self.folder / run) or answer
+            return self.work(sample_id, int(prompt_len), body["input_ids"], self.folder / run, kind) or answer
         finally:
             self.in_flight -= 1
 
-    def work(self, sample_id: str, prompt_len: int, ids: list[int], folder: Path) -> tuple[int, dict] | None:
+    def work(self, sample_id: str, prompt_len: int, ids: list[int], folder: Path, kind: str) -> tuple[int, dict] | None:
         folder.mkdir(parents=True, exist_ok=True)
         instead = self.before(sample_id, folder)
         if isinstance(instead, tuple):
             return instead
         if instead != "silent":
-            data = captured(sample_id, prompt_len, ids, self.layers, self.width, self.states, **self.metadata)
+            data = captured(sample_id, prompt_len, ids, self.layers, self.width, self.states, kind,
+                            **self.metadata)
             (folder / "tmp").mkdir(exist_ok=True)
             (folder / "tmp" / sample_id).write_bytes(data)
             (folder / "tmp" / sample_id).rename(folder / f"{sample_id}.safetensors")

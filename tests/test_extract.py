@@ -2,6 +2,7 @@
 disk loses nothing."""
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -23,12 +24,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eagle3.stage
-from conftest import CAPTURE_LAYERS, ONE_AT_A_TIME, ROOT, TINY_KIMI, Engine, free_port
+from conftest import CAPTURE_LAYERS, ONE_AT_A_TIME, ROOT, TINY_KIMI, Engine, free_port, load_script
 from eagle3 import extraction, verify as verifying
 from eagle3.incoming import own_runs
 from eagle3.journal import Journal
 from eagle3.states import SAME_CAPTURE, StateFile, check_header, sample_path
-from stand_in import StandIn, capture_hash, captured, extract_here, let_go, write_responses
+from stand_in import StandIn, capture_hash, captured, extract_here, file_of, let_go, write_responses
 from test_capture import text_model
 
 SAMPLES, ANSWER = 120, 8  # of the fixture `extracted`: samples, and tokens of each response
@@ -159,10 +160,10 @@ except KeyboardInterrupt:
 Kill = namedtuple("Kill", "victims point count")
 
 
-def killed(kill: Kill, responses, server, capture_dir, folder: Path) -> None:
+def killed(kill: Kill, responses, server, capture_dir, folder: Path, *more) -> None:
     """One run of 03 with this fault. A server that died alone is started again; 03, which goes on, is stopped."""
     argv = [sys.executable, "-u", "-c", FAULT, kill.point, str(kill.count), str(server.process.pid), kill.victims,
-            *arguments(responses, folder, server.url, capture_dir)]
+            *arguments(responses, folder, server.url, capture_dir, *more)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     if kill.victims == "server":
         said = next((line for line in process.stdout if "is away" in line), None)
@@ -194,6 +195,35 @@ def test_killed_twenty_times(undisturbed, responses, server, capture_dir, tmp_pa
         killed(kill, responses, server, capture_dir, tmp_path / "hidden_states")
     extract(responses, tmp_path / "hidden_states", server.url, capture_dir)
     assert contents(tmp_path / "hidden_states") == contents(undisturbed)
+
+
+def test_fp8_states_are_the_others_quantised(undisturbed, responses, server, capture_dir, tmp_path, final_norm):
+    """03 --states fp8 on the engine, killed on the way: files as convert_states.py makes them of the others', byte for byte.
+    --verify looks at them with the target's head, and --verify-again has samples made anew."""
+    folder, converted, flags = tmp_path / "hidden_states", tmp_path / "converted", ["--states", "fp8", "--limit", 40]
+    killed(Kill("03", "line", 9), responses, server, capture_dir, folder, *flags)
+    extract(responses, folder, server.url, capture_dir, *flags, "--verify-again", 2, "--verifier-path", TINY_KIMI)
+    report = json.loads((folder / "verify.json").read_text())
+    assert report["again"]["same_bytes"] == 2 and report["engine_next_token_share"] > 0.95
+    with contextlib.redirect_stdout(io.StringIO()):
+        load_script("convert_states").main(["--data-dir", str(undisturbed), "--output-dir", str(converted)])
+    made, others = ({name: digest for name, digest in contents(one).items() if name.endswith(".safetensors")}
+                    for one in (folder, converted))
+    assert len(made) == 40 and made.items() <= others.items()
+    before_final_norm.weight = final_norm
+    for name, change in (("p007-t0", before_final_norm), ("p008-t0", rows_shifted)):
+        rewrite(sample_path(converted, name), change)
+    restamp(converted)
+    extract(responses, converted, "http://127.0.0.1:9", capture_dir, "--states", "fp8", "--verify", "--verifier-path",
+            TINY_KIMI, code=2)
+    failed = json.loads((converted / "verify.json").read_text())["failed"]
+    assert failed.keys() == {"p007-t0", "p008-t0"} and "not after the final norm" in failed["p007-t0"]
+    assert "response tokens" in failed["p008-t0"]
+    with StateFile(sample_path(folder, "p007-t0")) as file, StateFile(sample_path(undisturbed, "p007-t0")) as other:
+        T = len(file.input_ids())
+        for name in ("aux_hidden_states", "last_hidden_states"):
+            found, exact = (one.numbers(name, 0, T).view(T, -1, 256) for one in (file, other))
+            assert 0 < ((found - exact).norm(dim=2) / exact.norm(dim=2)).max() < 0.04
 
 
 def test_a_server_that_restarts_is_waited_for(undisturbed, responses, server, capture_dir, tmp_path, monkeypatch):
@@ -246,18 +276,13 @@ def test_max_length_cuts_and_says_so(rows, responses, server, capture_dir, tmp_p
 # ---- --verify ----
 def rewrite(path: Path, change) -> None:
     """Change tensors or metadata of a file as its writer would have written them: with a checksum that fits."""
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header, data = json.loads(raw[8:8 + length]), bytearray(raw[8 + length:])
-    kinds = {"F32": np.float32, "I32": np.int32, "U8": np.uint8}
-    tensors = {name: np.frombuffer(data, kinds[tensor["dtype"]], int(np.prod(tensor["shape"])),
-                                   tensor["data_offsets"][0]).reshape(tensor["shape"])
-               for name, tensor in header.items() if name != "__metadata__"}
-    change(tensors, header["__metadata__"])
-    header["__metadata__"]["checksum"] = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with StateFile(path) as file:
+        T, metadata = len(file.input_ids()), file.metadata
+        tensors = {name: file.numbers(name, 0, T).numpy() for name in ("aux_hidden_states", "last_hidden_states")}
+        tensors |= {"input_ids": file.input_ids().copy(), "loss_mask": file.loss_mask().copy()}
+    change(tensors, metadata)
+    del metadata["checksum"]
+    path.write_bytes(file_of(tensors, metadata))
 
 
 def restamp(folder: Path) -> None:

@@ -186,12 +186,12 @@ def write_mapping(folder: Path, draft_ids: np.ndarray, vocab: int) -> Path:
     return folder
 
 
-def write_sample(folder: Path, name: str, tensors: dict, target="toy", layers="2,4,6") -> dict:
-    """A file as 03_extract leaves it, in DESIGN's layout. Returns its row of index.jsonl."""
+def write_sample(folder: Path, name: str, tensors: dict, target="toy", layers="2,4,6", **more: str) -> dict:
+    """A file as 03_extract leaves it; `more` goes into its metadata. Returns its row of index.jsonl."""
     path = folder / hashlib.sha256(name.encode()).hexdigest()[:2] / f"{name}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"schema": "1", "id": name, "target": target, "capture_layers": layers, "sglang_version": "0.5.23",
-                "prompt_len": str(int(np.argmax(tensors["loss_mask"].numpy())))}
+                "prompt_len": str(int(np.argmax(tensors["loss_mask"].numpy()))), **more}
     save_file(tensors, path, metadata | {"checksum": "sha256:" + "0" * 64})
     data = path.read_bytes()
     checksum = "sha256:" + hashlib.sha256(data[8 + int.from_bytes(data[:8], "little"):]).hexdigest()
@@ -206,12 +206,13 @@ def write_index(folder: Path, rows: list[dict]) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def write_hidden_states(folder: Path, samples: dict[str, dict], target="toy", layers="2,4,6") -> Path:
-    rows = [write_sample(folder, name, tensors, target, layers) for name, tensors in sorted(samples.items())]
+def write_hidden_states(folder: Path, samples: dict[str, dict], target="toy", layers="2,4,6", **more: str) -> Path:
+    """more: dtype and kind of the states, where they are others."""
+    rows = [write_sample(folder, name, tensors, target, layers, **more) for name, tensors in sorted(samples.items())]
     hidden = next(iter(samples.values()))["last_hidden_states"].shape[1]
     manifest = {"schema": 1, "stage": "03_extract", "capture_layers": [int(layer) for layer in layers.split(",")],
                 "hidden_size": hidden, "target": target,
-                "sglang_version": "0.5.23", "dtype": "float32", "counts": {"kept": len(rows), "dropped": {}}}
+                "sglang_version": "0.5.23", "dtype": "float32", "counts": {"kept": len(rows), "dropped": {}}, **more}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     write_index(folder, rows)
     return folder

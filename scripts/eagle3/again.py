@@ -16,11 +16,13 @@ from eagle3.incoming import clean_incoming
 from eagle3.journal import Journal, plan_order
 from eagle3.samples import Sample
 from eagle3.stage import UserError, log
-from eagle3.states import StateFile, check_header, check_ids, layer_list, sample_path
+from eagle3.states import IN_FP8, StateFile, check_header, check_ids, kind_of, layer_list, sample_path
 
 # Median over a sample's rows of |new - old| / |old|: far above what another batch changes, far below what another
 # layer or model does
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+# Of FP8 states: a number that moves by a share d goes to its neighbour, up to an eighth away, in 8 d of all cases
+FP8_TOLERANCE = {name: 1.5 * (value / 8) ** 0.5 for name, value in TOLERANCE.items()}
 
 
 class Again(Extraction):
@@ -60,16 +62,16 @@ class Again(Extraction):
         self.done_samples += 1
 
     def compare(self, sample: Sample, old: StateFile, new: StateFile) -> None:
-        dtype = str(old.dtype("last_hidden_states")).removeprefix("torch.")
+        tolerance = (FP8_TOLERANCE if IN_FP8[kind_of(self.facts)] else TOLERANCE)[self.facts["dtype"]]
         errors = relative_errors(old, new)
         self.errors[sample.id] = errors
         names = [f"layer {layer}" for layer in layer_list(self.facts)] + ["the final state"]
         worst = max(range(len(errors)), key=errors.__getitem__)
         same = old.metadata["checksum"] == new.metadata["checksum"] and not errors[worst]
         self.same += same
-        if not errors[worst] <= TOLERANCE[dtype]:
+        if not errors[worst] <= tolerance:
             self.failed[sample.id] = (f"extracted again {names[worst]} is another (relative error "
-                                      f"{errors[worst]:.3g}, batches make {TOLERANCE[dtype]:g})")
+                                      f"{errors[worst]:.3g}, batches make {tolerance:.3g})")
         elif not same and self.one_at_a_time:
             self.failed[sample.id] = (f"extracted again it has other bytes (relative error {errors[worst]:.3g}), "
                                       "though the server runs one request at a time (max_running_requests 1)")
@@ -115,9 +117,7 @@ def relative_errors(old: StateFile, new: StateFile, piece: int = 512) -> list[fl
         for file in (old, new):
             parts = []
             for name in ("aux_hidden_states", "last_hidden_states"):
-                part = torch.empty(rows, file.header[name]["shape"][1], dtype=file.dtype(name))
-                file.read_into(name, part, first)
-                parts.append(part.float().view(rows, -1, width))
+                parts.append(file.numbers(name, first, rows).view(rows, -1, width))
             streams.append(torch.cat(parts, 1))  # (rows, A + 1, H)
         before, after = streams
         found.append((after - before).norm(dim=2) / (before.norm(dim=2) + 1e-30))

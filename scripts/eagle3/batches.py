@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from eagle3.patience import patiently
+from eagle3.quantised import Quantised
 from eagle3.states import StateFile
 
 OPEN_BINS = 32  # while packing
@@ -58,7 +59,7 @@ class Batch:
     Row c of a sample stands for its position p = c; its last rows are its query rows. What TTT step k needs at query
     row r is row r + k of last, labels, mask, mass: a shift, as long as k < rows_left.
     """
-    aux: torch.Tensor  # (C, A*H) of position p
+    aux: torch.Tensor  # (C, A*H) of position p; as `last` Quantised where files hold FP8, a tensor after `to`
     next_ids: torch.Tensor  # (C,) x[p+1]
     positions: torch.Tensor  # (C,)
     length: torch.Tensor  # (C,) tokens of the row's sample
@@ -97,9 +98,13 @@ class Batch:
         return shape.flops(len(self.positions), len(self.mask), pairs, steps)
 
     def to(self, device, dtype) -> Batch:
+        """On the device, its states as numbers of `dtype`."""
         tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        moved |= {name: moved[name].to(dtype) for name in ("aux", "last")}
+        for name in ("aux", "last"):
+            states = getattr(self, name)
+            moved[name] = (states.to(device, dtype, non_blocking=True) if isinstance(states, Quantised) else
+                           moved[name].to(dtype))
         return replace(self, **moved)
 
 
@@ -138,9 +143,7 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
             nonlocal aux, last
             with StateFile(sample.path) as file:
                 if aux is None:
-                    dtype = file.dtype("aux_hidden_states")
-                    aux = torch.empty(C, aux_states * hidden, dtype=dtype, pin_memory=pin)
-                    last = torch.empty(R, hidden, dtype=dtype, pin_memory=pin)
+                    aux, last = file.empty("aux_hidden_states", C, pin), file.empty("last_hidden_states", R, pin)
                 file.read_into("aux_hidden_states", aux[k0:k0 + context])
                 file.read_into("last_hidden_states", last[q0:q0 + rows], first + 1)
                 return file.input_ids()[:context + 2]

@@ -108,7 +108,7 @@ def record_of(row: dict, stat: list | None, problem: str | None, tensors: dict |
 
 
 def tensor_bytes(tensors: dict | None) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in (tensors or {}).values())
+    return sum(tensor.nbytes for tensor in (tensors or {}).values())
 
 
 def in_order(rows: list, submit, ahead: int):

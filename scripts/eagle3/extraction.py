@@ -35,10 +35,13 @@ from eagle3.masking import clean
 from eagle3.prefill_server import Busy, Hung, Lost, Quarantined, Retry, Server, api_key, next_token
 from eagle3.samples import Sample, read_ids
 from eagle3.stage import UserError, log
-from eagle3.states import StateFile, check_header, check_ids, sample_path
+from eagle3.states import KINDS, StateFile, check_header, check_ids, kind_of, sample_path
 
 ATTEMPTS = 3          # of one sample, where the server answered
 DEATHS = 2            # of servers while they had one sample, the last time nothing else: because of it
+# A request's rid names its kind of states, so nothing of it has to be said when a server is started, and no two servers
+# can differ: --states and the folder are the one place
+RID = {kind: "eagle3" if kind == KINDS[0] else f"eagle3-{kind}" for kind in KINDS}
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FIRST_FILE_S = 30.0   # after the first answer: the server writes within a second
 NEXT_FILE_S = 180.0   # without any file: a disk that is merely slow still finishes some
@@ -251,7 +254,7 @@ class Extraction:
 
         Raises Lost, Hung, Retry, Busy, Quarantined, UserError.
         """
-        rid = f"eagle3:{run}:{sample.prompt_len}:{sample.tokens}:{sample.id}"
+        rid = f"{RID[self.args.states]}:{run}:{sample.prompt_len}:{sample.tokens}:{sample.id}"
         body = json.dumps({"input_ids": ids, "rid": rid, "sampling_params": PREFILL}).encode()
         server = self.server()
         if server is None:
@@ -320,6 +323,8 @@ class Extraction:
             with StateFile(path) as file:
                 with self.lock:  # of two servers that differ, one states the facts
                     facts = check_header(file, sample.id, sample.tokens, sample.prompt_len, known.facts)
+                    if kind_of(facts) != self.args.states:
+                        raise ValueError(f"holds {kind_of(facts)} states, --states {self.args.states} was asked for")
                     if known.facts is None:
                         known.add({"facts": facts})
                     elif "weights" in facts and "weights" not in known.facts:  # begun by a capture that did not say

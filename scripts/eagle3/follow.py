@@ -23,7 +23,7 @@ from eagle3.journal import (Tail, append_released, cut_torn_line, read_bound, re
                             sizes_in_place)
 from eagle3.patience import patiently
 from eagle3.stage import UserError, duration, lock_file, log, read_manifest, sha256_file, sync_folder
-from eagle3.states import HEADER_BYTES, check_sample, response_start, sample_path, token_bytes
+from eagle3.states import HEADER_BYTES, check_sample, facts_token_bytes, response_start, sample_path
 from eagle3.processes import all_ranks
 
 QUARANTINED = "quarantined by 03_extract"
@@ -144,9 +144,7 @@ class Follow:
         if self.bound is None:
             return set()
         self.take_over_released(done, damaged)
-        aux_states = len(str(self.facts["capture_layers"]).split(","))
-        token = token_bytes(self.facts["hidden_size"], self.facts["dtype"], aux_states)
-        sizes = np.array([row["tokens"] * token + HEADER_BYTES for row in self.rows])
+        sizes = np.array([row["tokens"] * facts_token_bytes(self.facts) + HEADER_BYTES for row in self.rows])
         step_of = np.array([self.step_of[row["id"]] for row in self.rows])
         saves, least = release_steps(sizes, step_of, self.total, self.bound, self.args.release_share, done)
         held = int(sizes[step_of > self.total].sum())

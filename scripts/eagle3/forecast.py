@@ -16,6 +16,7 @@ from eagle3.drafter import Shape
 from eagle3.mla import latent_of
 from eagle3.recipe import usual_kv_heads
 from eagle3.stage import UserError, raising, read_json
+from eagle3.states import IN_FP8, KINDS, token_bytes
 from eagle3.target import with_sizes
 
 KIMI = dict(hidden_size=7168, num_hidden_layers=61, num_attention_heads=64, q_lora_rank=1536, kv_lora_rank=512,
@@ -46,6 +47,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--prompt-share", type=float, default=1 / 3, metavar="F", help="of those, in the prompt")
     add("--max-length", type=int, default=4096, help="03's cut; --mean-length is meant after it")
     add("--capture-layers", type=int, default=3, metavar="N", help="states kept per token besides the last one")
+    add("--states", choices=KINDS, default=KINDS[0], help="how 03 stores them")
     add("--draft-vocab-size", type=int, default=32000)
     add("--num-kv-heads", type=int, help="of the drafter (default as in 04: the target's, with MLA 8)")
     add("--architecture", choices=("llama", "mla"), default="llama", help="of the drafter, as in 04")
@@ -102,7 +104,8 @@ def run_file_settings(run: dict, path: Path) -> dict:
         env = section["servers"].get("extract", {}).get("env") or {}
         levels = section["benchmark"].get("concurrency", [1, 8, 64])
         found = {"samples": section["generate"].get("limit"), "max_length": section["extract"].get("max-length"),
-                 "max_disk_gb": section["extract"].get("max-disk-gb"), "gpus": plain.get("tp-size", 1),
+                 "max_disk_gb": section["extract"].get("max-disk-gb"), "states": section["extract"].get("states"),
+                 "gpus": plain.get("tp-size", 1),
                  "capture_layers": len(str(env.get("EAGLE3_CAPTURE_LAYERS", "0,0,0")).split(",")),
                  "draft_vocab_size": section["build_vocab"].get("draft-vocab-size"), "disk": run.get("run_dir"),
                  "bench_prompts": section["benchmark"].get("limit"),
@@ -267,7 +270,7 @@ class Forecast:
         self.a, self.figures, self.rows, self.problems = a, {}, [], []
         self.target = target_sizes(a.target_config)
         self.shape = drafter_shape(self.target, a.draft_vocab_size, a.num_kv_heads, a.architecture)
-        self.per_token = (a.capture_layers + 1) * self.shape.hidden * 2 + 5
+        self.per_token = token_bytes(self.shape.hidden, "bfloat16", a.capture_layers, a.states)
         self.generating()
         self.extracting()
         self.training()
@@ -313,7 +316,7 @@ class Forecast:
         a, tokens, layers = self.a, self.figures["tokens"], self.a.capture_layers
         states = tokens * self.per_token
         self.put("03", "hidden_states_bytes", states, size(states), f"tokens x {self.per_token:,} "
-                 f"({layers + 1} states x {self.shape.hidden:,} x 2 bytes + id 4 + mask 1)")
+                 f"({self.counted(layers)} + id 4 + mask 1)")
         self.figures["states_on_disk"] = states
         if a.max_disk_gb and a.max_disk_gb * 1e9 < states:
             self.put("03", "states_on_disk", a.max_disk_gb * 1e9, size(a.max_disk_gb * 1e9),
@@ -322,6 +325,15 @@ class Forecast:
         self.figures["extract_hours_low"] = fast
         self.put("03", "extract_hours", slow, f"{hours(fast)} to {hours(slow)}",
                  f"tokens / {a.extract_rate[1]:,.0f} to {a.extract_rate[0]:,.0f} tok/s")
+
+    def counted(self, layers: int) -> str:
+        """The states of a token in words."""
+        kind, hidden = self.a.states, f"x {self.shape.hidden:,} x"
+        if not IN_FP8[kind]:
+            return f"{layers + 1} states {hidden} 2 bytes"
+        if kind == "fp8":
+            return f"{layers + 1} states {hidden} 1 byte + {layers + 1} scales x 4"
+        return f"{layers} states {hidden} 1 byte + {layers} scales x 4 + 1 state {hidden} 2 bytes"
 
     def training(self) -> None:
         a, parts = self.a, parameters(self.shape)

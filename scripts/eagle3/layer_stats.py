@@ -78,11 +78,8 @@ def measure(file: StateFile) -> Measures:
     sizes, profile, links = [], torch.zeros(layers + 1, PROFILE), []
     for start in starts:
         rows = min(BLOCK, T - start)
-        aux = torch.empty(rows, layers * width, dtype=file.dtype("aux_hidden_states"))
-        last = torch.empty(rows, width, dtype=file.dtype("last_hidden_states"))
-        file.read_into("aux_hidden_states", aux, start)
-        file.read_into("last_hidden_states", last, start)
-        streams = torch.cat([aux, last], 1).float().view(rows, layers + 1, width)
+        aux, last = (file.numbers(name, start, rows) for name in ("aux_hidden_states", "last_hidden_states"))
+        streams = torch.cat([aux, last], 1).view(rows, layers + 1, width)
         lengths = streams.norm(dim=2)  # (N, A + 1)
         if not lengths.all():
             row, layer = (lengths == 0).nonzero()[0].tolist()

@@ -20,7 +20,7 @@ from eagle3.checkpoints import begun
 from eagle3.inputs import read_index
 from eagle3.patience import patiently
 from eagle3.stage import UserError, read_manifest, sha256_file
-from eagle3.states import StateFile, layer_list
+from eagle3.states import StateFile, kind_of, layer_list
 from eagle3.target import Target
 
 HELD_OUT, REPEATED = "held out by --val-data-dir", "also in an earlier --data-dir"
@@ -100,8 +100,9 @@ def read_sources(args, inputs, say) -> Sources:
 def fits_first(source: Source, first: Source, in_one_batch: bool, say) -> None:
     """Raises UserError unless a drafter can be fed both (in_one_batch: mixed); says what else they differ by."""
     for fact, value, wanted in (("capture layers", layer_list(source.facts), layer_list(first.facts)),
-                                ("dtype", source.facts["dtype"], first.facts["dtype"])):
-        if value != wanted and (in_one_batch or fact != "dtype"):
+                                ("dtype", source.facts["dtype"], first.facts["dtype"]),
+                                ("kind of states", kind_of(source.facts), kind_of(first.facts))):
+        if value != wanted and (in_one_batch or fact == "capture layers"):
             raise UserError(f"{source.folder}: {fact} {value}, {first.folder} has {wanted}. One drafter cannot be fed "
                             "both: extract one of them anew, or leave it out.")
     for fact in ("target", "sglang_version", "patch_hash"):

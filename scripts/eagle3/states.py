@@ -2,7 +2,8 @@
 
 <2 hex of sha256(id)>/<id>.safetensors holds aux_hidden_states (T, A*H), last_hidden_states (T, H: after the final
 norm), input_ids (T,) int32 and loss_mask (T,) uint8 (0 over the prompt, then 1), in this order; its metadata say id,
-target, capture layers, versions and checksum.
+target, capture layers, versions and checksum. Of FP8 states ("fp8" all, "fp8-aux" the captured layers alone; metadata
+`states`) aux_scales (T, A) and last_scales (T, 1) stand before the ids, and quantised.py says what they are for.
 
 The loader reads rows with preadv straight into (pinned) batch tensors. safetensors' own safe_open(...).get_slice was
 measured beside it: 0.74 of its rate from the page cache, and it maps the file, so that a disk that fails under it ends
@@ -22,8 +23,13 @@ import numpy as np
 from eagle3.patience import patiently
 from eagle3.stage import SCHEMA
 
-# The same in every file of a folder; beside them `weights`, the loaded target's fingerprint, which older files lack
+# The same in every file of a folder
 FACTS = ("target", "capture_layers", "sglang_version", "patch_hash", "dtype", "hidden_size")
+# Beside them the loaded target's fingerprint, which older files lack, and the kind of states, where it is not the first
+MORE_FACTS = ("weights", "states")
+KINDS = ("bf16", "fp8", "fp8-aux")  # bf16: as they come, be the target's dtype another
+IN_FP8 = {"bf16": (), "fp8": ("aux_hidden_states", "last_hidden_states"), "fp8-aux": ("aux_hidden_states",)}
+SCALES = {"aux_hidden_states": "aux_scales", "last_hidden_states": "last_scales"}
 # sha256 of the patches/eagle3_capture*.py that write the same bytes of states for the same rows: a folder begun with
 # one of them (its `patch_hash`) goes on with another. Whoever edits these adds their hash here, or, where the states
 # become other ones, empties the set first.
@@ -32,9 +38,12 @@ SAME_CAPTURE = {
     "7c0feccf78c6373e07f9c28ef396df4959553712487eff4324205a7e3a958120",
     "7c498414ce0bdcd2b8c86e6a520526d154619ad1828ae784543d240a02139f8c",
     "9b08a1a63f69d11306367d543fec0330d9012b29c67461ccaae1683fa6c8bdef",
+    "b96186cbe1974133a6242472d5545fafbad00e6e213d24e5052f3b4f26e0c35b",
     "e4bafcec6eb1bc00805ed8fd66172e2ee3359e37ebb51a5cbbf860c67c12658e",
 }
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}  # safetensors' name: torch's, bytes
+STORED = {**{name: dtype for name, (dtype, _) in DTYPES.items()}, "F8_E4M3": "float8_e4m3fn", "I32": "int32",
+          "U8": "uint8"}
 HEADER_BYTES = 4096  # of a file, at most: its length depends on names and numbers in it
 MAX_HEADER = 1 << 20
 UNREADABLE = "cannot be read"  # the disk's fault, not the file's
@@ -44,14 +53,20 @@ def sample_path(folder: Path, sample_id: str) -> Path:
     return folder / hashlib.sha256(sample_id.encode()).hexdigest()[:2] / f"{sample_id}.safetensors"
 
 
-def token_bytes(hidden_size: int, dtype: str, aux_states: int = 3) -> int:
-    """Bytes that a token takes: 57,349 for Kimi-K2.5."""
-    return (aux_states + 1) * hidden_size * dict(DTYPES.values())[dtype] + 5
+def token_bytes(hidden_size: int, dtype: str, aux_states: int = 3, kind: str = KINDS[0]) -> int:
+    """Bytes that a token takes: 57,349 for Kimi-K2.5, 28,693 in FP8. dtype: the target's, as torch calls it."""
+    name = next(name for name, (torch_name, _) in DTYPES.items() if torch_name == dtype)
+    return expected_tensors(name, 1, hidden_size, aux_states, kind)["loss_mask"][2][1]
+
+
+def kind_of(facts: dict) -> str:
+    """Of KINDS."""
+    return facts.get("states", KINDS[0])
 
 
 def facts_token_bytes(facts: dict) -> int:
     """Bytes that a token takes in a folder of these FACTS."""
-    return token_bytes(facts["hidden_size"], facts["dtype"], len(layer_list(facts)))
+    return token_bytes(facts["hidden_size"], facts["dtype"], len(layer_list(facts)), kind_of(facts))
 
 
 class StateFile:
@@ -97,17 +112,47 @@ class StateFile:
         os.close(self.file)
 
     def dtype(self, name: str):
-        """torch's dtype of a tensor of states."""
+        """torch's dtype of a tensor, as it is stored."""
         import torch  # only here: extraction itself stays small in memory
-        return getattr(torch, DTYPES[self.header[name]["dtype"]][0])
+        return getattr(torch, STORED[self.header[name]["dtype"]])
 
-    def read_into(self, name: str, tensor, row: int = 0) -> None:
-        """Fill a contiguous CPU tensor from the rows `row`, row + 1, ... of `name`.
+    @property
+    def engine_dtype(self):
+        """torch's dtype of the states as they came, before they became FP8."""
+        import torch
+        return getattr(torch, self.metadata["dtype"])
 
-        No copy besides the kernel's, and other threads run meanwhile.
+    def empty(self, name: str, rows: int, pin: bool = False):
+        """For so many rows of a tensor of states: a tensor, or Quantised (`quantised.py`). Raises KeyError."""
+        import torch
+
+        from eagle3.quantised import FP8, Quantised
+        dtype, width = self.dtype(name), self.header[name]["shape"][1]
+        if dtype != FP8:
+            return torch.empty(rows, width, dtype=dtype, pin_memory=pin)
+        return Quantised.empty(rows, width, self.header[SCALES[name]]["shape"][1], self.engine_dtype, pin)
+
+    def read_into(self, name: str, rows, row: int = 0) -> None:
+        """Fill `rows`, some of what `empty` gives, from the rows `row`, row + 1, ... of `name`.
+
+        No copy besides the kernel's, and other threads run meanwhile. Raises ValueError where they are another kind.
         """
+        if hasattr(rows, "scales"):
+            self.read_tensor_into(SCALES[name], rows.scales, row)
+            rows = rows.values
+        self.read_tensor_into(name, rows, row)
+
+    def numbers(self, name: str, row: int, rows: int):
+        """(rows, ...) float32: what `rows` rows of a tensor of states, from `row` on, stand for. Raises OSError."""
+        found = self.empty(name, rows)
+        self.read_into(name, found, row)
+        return found.float()
+
+    def read_tensor_into(self, name: str, tensor, row: int) -> None:
         if not tensor.numel():
             return
+        if name not in self.header or self.dtype(name) != tensor.dtype:
+            raise ValueError(f"{name} is not {tensor.dtype}")
         view = memoryview(tensor.view(-1).view(torch_uint8()).numpy())
         row_bytes = tensor.itemsize * (tensor[0].numel() if tensor.dim() > 1 else 1)
         self.read_bytes_into(view, self.begin + self.header[name]["data_offsets"][0] + row * row_bytes)
@@ -118,13 +163,6 @@ class StateFile:
             if not got:
                 raise OSError("file ends early")
             view, offset = view[got:], offset + got
-
-    def tensor(self, name: str):
-        """A tensor of states whole, (T, ...)."""
-        import torch
-        tensor = torch.empty(self.header[name]["shape"], dtype=self.dtype(name))
-        self.read_into(name, tensor)
-        return tensor
 
     def raw(self, name: str) -> bytes:
         first, end = self.header[name]["data_offsets"]
@@ -153,19 +191,22 @@ def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, 
     Raises ValueError: it is not this sample, or not of the folder's `facts`.
     """
     try:
-        dtype, (_, width) = file.header["last_hidden_states"]["dtype"], file.header["last_hidden_states"]["shape"]
+        _, width = file.header["last_hidden_states"]["shape"]
         tensors = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in file.header.items()}
         found = {**{fact: file.metadata[fact] for fact in FACTS if fact != "hidden_size"}, "hidden_size": width}
         found["capture_layers"] = [int(layer) for layer in file.metadata["capture_layers"].split(",")]
-        found |= {"weights": file.metadata["weights"]} if "weights" in file.metadata else {}
+        found |= {fact: file.metadata[fact] for fact in MORE_FACTS if fact in file.metadata}
         identity = (file.metadata["schema"], file.metadata["id"], file.metadata["prompt_len"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its header lacks {error}") from None
     if identity != (str(SCHEMA), sample_id, str(prompt_len)):
         wanted = (str(SCHEMA), sample_id, str(prompt_len))
         raise ValueError(f"is {identity} (schema, id, prompt_len), expected {wanted}")
-    expected = expected_tensors(dtype, tokens, width, len(found["capture_layers"]))
-    if tensors != expected or DTYPES.get(dtype, ("unknown",))[0] != found["dtype"]:
+    if kind_of(found) not in KINDS:
+        raise ValueError(f"holds {kind_of(found)} states, of which these scripts know nothing")
+    dtype = next((name for name, (torch_name, _) in DTYPES.items() if torch_name == found["dtype"]), "unknown")
+    expected = expected_tensors(dtype, tokens, width, len(found["capture_layers"]), kind_of(found))
+    if tensors != expected:
         raise ValueError(f"has other tensors than its tokens make ({found['dtype']} {tensors}, expected {expected})")
     if facts is not None:
         compare_facts(found, facts)
@@ -174,6 +215,8 @@ def check_header(file: StateFile, sample_id: str, tokens: int, prompt_len: int, 
 
 def compare_facts(found: dict, facts: dict) -> None:
     """Raises ValueError where a file's facts are not those of its folder."""
+    if kind_of(found) != kind_of(facts):
+        raise ValueError(f"holds {kind_of(found)} states, the folder {kind_of(facts)}: one folder cannot hold both")
     differs = [f"{fact} {found[fact]} (the folder: {facts[fact]})" for fact in FACTS if found[fact] != facts[fact]
                and not (fact == "patch_hash" and {found[fact], facts[fact]} <= SAME_CAPTURE)]
     if differs:
@@ -186,14 +229,16 @@ def compare_facts(found: dict, facts: dict) -> None:
                          f"({', '.join(sorted(other))} differ)")
 
 
-def expected_tensors(dtype: str, T: int, width: int, aux_states: int) -> dict[str, tuple]:
-    """{tensor: (dtype, shape, data_offsets)} of a sample of T tokens, states in safetensors' `dtype`."""
-    size, expected, end = DTYPES.get(dtype, ("unknown", 0))[1], {}, 0
-    aux = aux_states * width
-    for tensor, kind, shape, count in (("aux_hidden_states", dtype, [T, aux], T * aux * size),
-                                       ("last_hidden_states", dtype, [T, width], T * width * size),
-                                       ("input_ids", "I32", [T], 4 * T), ("loss_mask", "U8", [T], T)):
-        expected[tensor] = (kind, shape, [end, end + count])
+def expected_tensors(dtype: str, T: int, width: int, aux_states: int, kind: str = KINDS[0]) -> dict[str, tuple]:
+    """{tensor: (dtype, shape, data_offsets)} of a sample of T tokens whose target computes in safetensors' `dtype`."""
+    expected, end, size, in_fp8 = {}, 0, DTYPES.get(dtype, ("unknown", 0))[1], IN_FP8[kind]
+    columns = {"aux_hidden_states": aux_states, "last_hidden_states": 1}
+    tensors = [(name, *(("F8_E4M3", 1) if name in in_fp8 else (dtype, size)), [T, columns[name] * width])
+               for name in columns]
+    tensors += [(SCALES[name], "F32", 4, [T, columns[name]]) for name in in_fp8]
+    for name, stored, size, shape in [*tensors, ("input_ids", "I32", 4, [T]), ("loss_mask", "U8", 1, [T])]:
+        count = T * size * (shape[1] if len(shape) > 1 else 1)
+        expected[name] = (stored, shape, [end, end + count])
         end += count
     return expected
 
@@ -215,10 +260,12 @@ def response_start(mask: np.ndarray) -> int | None:
 def check_sample(path: Path, row: dict, facts: dict, vocab_size: int, norm):
     """Read one file whole and compare it with its index row and the folder's facts: (problem, None) or (None, tensors).
 
-    norm (H,): weight of the target's final RMSNorm, or None. What comes out of that norm, divided by it, has a mean
-    square of 1.
+    tensors: by name, FP8 states with their scales as one Quantised. norm (H,): weight of the target's final RMSNorm, or
+    None.
     """
     import torch
+
+    from eagle3.quantised import Quantised
 
     def read_whole():
         with StateFile(path) as file:
@@ -235,7 +282,10 @@ def check_sample(path: Path, row: dict, facts: dict, vocab_size: int, norm):
     T, hidden = row["tokens"], facts["hidden_size"]
     dtype = next(name for name, (torch_name, _) in DTYPES.items() if torch_name == facts["dtype"])
     layers = layer_list(facts)
-    expected = {name: entry[:2] for name, entry in expected_tensors(dtype, T, hidden, len(layers)).items()}
+    kind = kind_of(facts)
+    if kind_of(metadata) != kind:
+        return f"{kind_of(metadata)} states, the folder has {kind}", None
+    expected = {name: entry[:2] for name, entry in expected_tensors(dtype, T, hidden, len(layers), kind).items()}
     if {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()} != expected:
         return "other shape or dtype", None
     found = metadata.get("id"), metadata.get("target"), metadata.get("capture_layers")
@@ -243,16 +293,17 @@ def check_sample(path: Path, row: dict, facts: dict, vocab_size: int, norm):
         return "other target, layers or id", None
     if f"sha256:{hashlib.sha256(data.numpy()).hexdigest()}" != row["checksum"]:
         return "checksum", None
-    kinds = {"I32": torch.int32, "U8": torch.uint8, dtype: getattr(torch, facts["dtype"])}
-    tensors = {name: data[slice(*entry["data_offsets"])].view(kinds[entry["dtype"]]).view(entry["shape"])
-               for name, entry in header.items()}
+    tensors = {name: data[slice(*entry["data_offsets"])].view(getattr(torch, STORED[entry["dtype"]]))
+               .view(entry["shape"]) for name, entry in header.items()}
+    for name in IN_FP8[kind]:
+        tensors[name] = Quantised(tensors[name], tensors.pop(SCALES[name]), getattr(torch, facts["dtype"]))
     problem = problem_of(tensors, vocab_size, norm)
     return (problem, None) if problem else (None, tensors)
 
 
 def problem_of(tensors: dict, vocab_size: int, norm) -> str | None:
     """What is wrong with a sample's values, or None."""
-    import torch
+    from eagle3.quantised import finite
 
     low, high = tensors["input_ids"].aminmax()
     if low < 0 or high >= vocab_size:
@@ -261,16 +312,23 @@ def problem_of(tensors: dict, vocab_size: int, norm) -> str | None:
         return "no response token"
     if response_start(tensors["loss_mask"].numpy()) is None:
         return "loss mask is not one response at the end"
-    states = (tensors["aux_hidden_states"], tensors["last_hidden_states"])
-    if not all(torch.isfinite(extreme) for tensor in states for extreme in tensor.aminmax()):
-        return "not finite"  # the extremes of a tensor with a NaN are NaN
+    states = tensors["aux_hidden_states"], tensors["last_hidden_states"]
+    if not all(finite(tensor) for tensor in states):
+        return "not finite"
     if norm is not None:
-        used = norm.abs() > 1e-3 * norm.abs().max()
         some = tensors["last_hidden_states"][::max(1, len(tensors["input_ids"]) // 256)]  # enough for a median
-        sizes = (some[:, used].float() / norm[used]).square().mean(-1).sqrt()
-        if not 0.8 < sizes.median() < 1.25:
+        if not 0.8 < normed_sizes(some.float(), norm).median() < 1.25:
             return "states from before the final norm"
     return None
+
+
+def normed_sizes(last, norm):
+    """(N,) root mean squares of rows (N, H) over `norm` (H,): 1 for what comes out of that RMSNorm, by its definition.
+
+    Channels that it all but removes are left out: there rounding is as large as what is rounded.
+    """
+    used = norm.abs() > 1e-3 * norm.abs().max()
+    return (last[:, used] / norm[used]).square().mean(-1).sqrt()
 
 
 # ---- what 03 says of all its samples ----
