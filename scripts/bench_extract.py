@@ -1,6 +1,7 @@
 """How fast 03_extract.py is beside the plain prefill of the same samples, and what it costs: one table.
 
     python3 scripts/bench_extract.py --size kimi --layers 24 --samples 256 --output-dir /tmp/bench   # one GPU
+    python3 scripts/bench_extract.py --size kimi --layers 24 --states bf16 fp8 --output-dir /tmp/bench
     python3 scripts/bench_extract.py --size toy --samples 64 --output-dir /tmp/bench                 # a CPU, to try it
 
 Target  random weights (made by SGLang, nothing on disk): Kimi-K2.5's width, attention and dense MLP, --layers of them
@@ -36,6 +37,7 @@ from eagle3.extraction import Server  # noqa: E402
 from eagle3.incoming import PREFILL  # noqa: E402
 from eagle3.servers import start_server, stop_server  # noqa: E402
 from eagle3.stage import UserError, log, run, write_atomic  # noqa: E402
+from eagle3.states import KINDS  # noqa: E402
 
 SIZES = {  # the target's config, and the server as a role of a run file
     "kimi": {"config": {"hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 64,
@@ -238,11 +240,12 @@ class Run:
         return self.tokens / self.seconds
 
 
-def extract(url: str, responses: Path, output: Path, concurrency: int, limit: int) -> Run:
+def extract(url: str, responses: Path, output: Path, concurrency: int, limit: int, states: str) -> Run:
     """03_extract.py as its users run it; what it wrote is removed again."""
     argv = [sys.executable, "-u", str(ROOT / "03_extract.py"), "--data-dir", str(responses),
             "--output-dir", str(output), "--base-url", url, "--concurrency", str(concurrency), "--limit", str(limit),
-            "--capture-dir", str(output.parent / "incoming"), "--no-disk-check", "--log-interval", "5"]
+            "--capture-dir", str(output.parent / "incoming"), "--no-disk-check", "--log-interval", "5",
+            "--states", states]
     watch = Watch(output.parent)
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     watch.pid = process.pid
@@ -287,6 +290,9 @@ def show(report: dict, args, total: int, threads: int) -> None:
             ("server's host memory beyond plain", f"{report['server_host_memory_beyond_plain_GiB']:.2f} GiB"),
             ("GPU memory beyond plain", f"{report['gpu_memory_beyond_plain_GiB']:.2f} GiB"),
             ("03_extract.py resident", f"{report['extract_resident_GiB']:.2f} GiB")]
+    rows += [(f"--states {kind}", f"{', '.join(f'{rate:,.0f}' for rate in found['extract_tok_s'])} tok/s, "
+                                  f"{found['bytes_per_token']:,.0f} bytes a token")
+             for kind, found in report["by_states"].items() if len(report["by_states"]) > 1]
     print(f"\n{args.size}, {args.layers} layers, {args.samples} samples, {report['tokens']:,} tokens")
     for name, value in rows:
         print(f"| {name:36} | {value:52} |")
@@ -303,6 +309,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2,
                         help="passes over the samples; the best counts, all are reported")
+    parser.add_argument("--states", nargs="+", choices=KINDS, default=[KINDS[0]],
+                        help="03's, in turns, each with a line of its own; all other figures are of the first")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--output-dir", type=Path, required=True)
@@ -341,12 +349,16 @@ def main(argv: list[str]) -> None:
     env = {"EAGLE3_CAPTURE_DIR": str(folder / "incoming"), "EAGLE3_CAPTURE_LAYERS": layers}
     with server(size, target, folder / "capture.log", args, env) as url:
         prefill(url, samples[:args.concurrency], args.concurrency)
-        runs = [extract(url, responses, folder / "hidden_states", args.concurrency, 0) for _ in range(args.repeats)]
-        one = extract(url, responses, folder / "hidden_states", 1, args.single)
+        runs = {kind: [] for kind in args.states}  # in turns
+        for kind in args.states * args.repeats:
+            runs[kind].append(extract(url, responses, folder / "hidden_states", args.concurrency, 0, kind))
+        one = extract(url, responses, folder / "hidden_states", 1, args.single, args.states[0])
     disk.append(disk_speed(folder / "disk", total, threads))
     report = {"size": args.size, "layers": args.layers, "capture_layers": layers, "samples": args.samples,
               "tokens": tokens, "cpus": os.cpu_count(), "disk_GB_s": disk, "sha256_GB_s_thread": sha,
-              **report_of(runs, one, plain, single_plain, base)}
+              **report_of(runs[args.states[0]], one, plain, single_plain, base),
+              "by_states": {kind: {"bytes_per_token": some[0].size / some[0].tokens,
+                                   "extract_tok_s": [run.speed for run in some]} for kind, some in runs.items()}}
     write_atomic(folder / "bench_extract.json", json.dumps(report, indent=1) + "\n")
     show(report, args, total, threads)
     log(f"done: {folder / 'bench_extract.json'}")

@@ -7,9 +7,9 @@
     torchrun --nproc_per_node 2 scripts/bench_train.py --cases t4096     # the same work on one and on two GPUs
 
 It times Trainer.update (forward, backward, clipping, optimizer) on packed batches of random states that already lie
-on the GPU; `files` reads samples through 04's loader instead, out of the page cache. Random numbers, since zeros run
-faster than data. All positions carry loss in t4096; in `mix` lengths are log-normal with mean 1,730, cut at 2,048,
-and the first third of each sample is prompt.
+on the GPU; `files` reads samples through 04's loader instead, out of the page cache, and `files-fp8` FP8 ones. Random
+numbers, since zeros run faster than data. All positions carry loss in t4096; in `mix` lengths are log-normal with mean
+1,730, cut at 2,048, and the first third of each sample is prompt.
 
 floor: the arithmetic of Shape.flops at --peak (the rate of a large bf16 product, measured first). tok/s counts all
 tokens of the samples, prompts included.
@@ -31,12 +31,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "patches")]
+import eagle3_capture_files as capture_files  # noqa: E402
 from eagle3 import fused, optimizers, ttt  # noqa: E402
 from eagle3.batches import Sample, batch_of, pack  # noqa: E402
 from eagle3.drafter import Drafter, Shape  # noqa: E402
 from eagle3.loader import Reader, feed  # noqa: E402
 from eagle3.mla import Latent  # noqa: E402
+from eagle3.states import token_bytes  # noqa: E402
 from eagle3.trainer import HostCopy, Trainer  # noqa: E402
 
 SIZES = {
@@ -58,6 +60,7 @@ class Case:
     kind: tuple = ()  # of drafter: items of Shape
     architecture: str = "llama"
     length: int = 0  # of the one sample of a batch (0: two of the longest)
+    states: str = "bf16"  # of files
 
 
 CASES = {
@@ -71,6 +74,7 @@ CASES = {
     "t32k": Case("1 sample of 32,768", 64, 3, length=32768),
     "t32k-ttt7": Case("1 sample of 32,768, TTT 7", 64, 7, length=32768),
     "t32k-8": Case("1 sample of 32,768, 8 KV heads", 8, 3, length=32768),
+    "files-fp8": Case("files of FP8 states (03 --states fp8)", 64, 3, states="fp8"),
     "t4096-8": Case("t4096 with 8 KV heads", 8, 3),
     "mix-8": Case("mix with 8 KV heads", 8, 3),
     "muon": Case("t4096-8 with Muon", 8, 3, optimizer="muon"),
@@ -254,24 +258,28 @@ def ceilings(device) -> float:
     return peak
 
 
-def write_samples(folder: Path, shape, lengths, dtype) -> list:
+def write_samples(folder: Path, shape, lengths, dtype, states: str) -> list:
     """Files of the layout that 03_extract leaves; they are in the page cache afterwards."""
     samples, device = [], "cuda" if torch.cuda.is_available() else "cpu"
     for i, n in enumerate(lengths):
         path, start = folder / f"{i}.safetensors", n // 3
-        aux, last = (torch.randn(n, width * shape.hidden, device=device).to(dtype).cpu() for width in (3, 1))
-        save_file({"input_ids": torch.randint(shape.vocab, (n,), dtype=torch.int32), "last_hidden_states": last,
-                   "loss_mask": (torch.arange(n) >= start).to(torch.uint8), "aux_hidden_states": aux}, path,
-                  {"checksum": ""})
+        tensors = {name: torch.randn(n, width * shape.hidden, device=device).to(dtype)
+                   for name, width in (("aux_hidden_states", 3), ("last_hidden_states", 1))}
+        for name in capture_files.IN_FP8[states]:
+            tensors[name], tensors[capture_files.SCALES[name]] = capture_files.quantised(tensors[name], shape.hidden)
+        tensors |= {"input_ids": torch.randint(shape.vocab, (n,), dtype=torch.int32),
+                    "loss_mask": (torch.arange(n) >= start).to(torch.uint8)}
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path,
+                  {"checksum": "", "dtype": str(dtype).removeprefix("torch.")})
         samples.append(Sample(str(i), path, n, start, np.ones(n - start, np.float32)))
     return samples
 
 
-def from_files(trainer, folder: Path, lengths, bins, args, epochs=4):
+def from_files(trainer, folder: Path, lengths, bins, args, case: Case, epochs=4):
     """(tokens, seconds, share of it spent waiting for files) of steps whose batches come through the loader."""
-    shape, steps = trainer.draft.shape, CASES["files"].steps
+    shape, steps = trainer.draft.shape, case.steps
     device, dtype = trainer.draft.master.flat.device, trainer.draft.dtype
-    samples = write_samples(folder, shape, lengths, dtype)
+    samples = write_samples(folder, shape, lengths, dtype, case.states)
     todo = [[samples[i] for i in indices] for _ in range(epochs) for indices in bins]
     load = Reader(steps, shape, device.type == "cuda", len(samples)).load
     waited, tokens, begun, copies = 0.0, 0, None, []
@@ -341,17 +349,17 @@ class Bench:
         return [random_batch(shape, [self.lengths[i] for i in indices], [self.lengths[i] // 3 for i in indices],
                              case.steps, device, self.dtype) for indices in self.bins]
 
-    def files(self) -> None:
-        case = CASES["files"]
+    def files(self, name: str) -> None:
+        case = CASES[name]
         trainer = self.trainer(case)
         with tempfile.TemporaryDirectory(dir=self.args.files) as folder:
-            tokens, seconds, waited = from_files(trainer, Path(folder), self.lengths, self.bins, self.args)
+            tokens, seconds, waited = from_files(trainer, Path(folder), self.lengths, self.bins, self.args, case)
         shape = trainer.draft.shape
         flops = sum(batch.flops(shape, case.steps) for batch in self.mix(shape, case, "cpu"))
-        rate, width = tokens / seconds, 8 * shape.hidden
+        rate, width = tokens / seconds, token_bytes(shape.hidden, "bfloat16", 3, case.states)
         against = f" | {rate / self.rates['mix'] - 1:+.1%} against mix" if "mix" in self.rates else ""
         extra = f" | waited for files {waited:.1%} | {width * rate / 1e9:.2f} GB/s of states{against}"
-        self.rates["files"] = report("files", tokens, seconds, flops * tokens / sum(self.lengths), self.peak, extra)
+        self.rates[name] = report(name, tokens, seconds, flops * tokens / sum(self.lengths), self.peak, extra)
 
     def steps(self, name: str) -> None:
         case, args, world = CASES[name], self.args, self.world
@@ -434,7 +442,7 @@ def main() -> None:
         taken = torch.empty(int(BALLAST * 2 ** 30), dtype=torch.uint8, device=device)  # noqa: F841
     bench = Bench(args, device, dtype, world)
     for name in args.cases:
-        bench.files() if name == "files" else bench.steps(name)
+        bench.files(name) if name.startswith("files") else bench.steps(name)
     if world > 1:
         dist.destroy_process_group()
     print(json.dumps({"tok_s": {name: round(rate) for name, rate in bench.rates.items()}}), flush=True)
