@@ -49,6 +49,18 @@ def test_kimis_bytes_and_parameters():
     assert 590e9 < f["target_bytes"] < 600e9
 
 
+def test_fp8_states_are_counted(tmp_path):
+    """By the flag, and as a run file asks 03 for them: on the disk and where 04 reads."""
+    plain = figures()
+    assert figures("--states", "fp8")["hidden_states_bytes"] == 28693 * plain["tokens"]
+    config = tmp_path / "run.yaml"
+    config.write_text("run_dir: /nowhere\nextract: {states: fp8-aux}\n")
+    found = figures("--config", config, "--disk", "4T")
+    assert found["hidden_states_bytes"] == 35857 * found["tokens"]
+    assert found["train_read_rate"] / found["train_rate"] == pytest.approx(35857)
+    assert "1 byte + 3 scales x 4 + 1 state x 7,168 x 2 bytes" in run("--states", "fp8-aux").stdout
+
+
 @pytest.mark.parametrize("flags, known", [
     (["--num-kv-heads", 64], 46524), (["--num-kv-heads", 8], 54691),
     (["--num-kv-heads", 64, "--mean-length", 4096, "--max-seq-len", 4096, "--prompt-share", 0], 32924),
