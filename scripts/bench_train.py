@@ -153,10 +153,7 @@ class Clock:
 
 
 def timed(trainer, batches, counts, warm_up: int, repeats: int) -> list[float]:
-    """Milliseconds of each step, cycling through the batches, after `warm_up` rounds.
-
-    The rounds before: a shape's first product picks its kernel and takes memory.
-    """
+    """Milliseconds of each step after `warm_up` rounds: a shape's first product picks its kernel and takes memory."""
     clock, warm_up = Clock(trainer.draft.master.flat.device), warm_up * len(batches)
     for i in range(warm_up + repeats * len(batches)):
         if i >= warm_up:
@@ -267,10 +264,10 @@ def write_samples(folder: Path, shape, lengths, dtype, states: str) -> list:
                    for name, width in (("aux_hidden_states", 3), ("last_hidden_states", 1))}
         for name in capture_files.IN_FP8[states]:
             tensors[name], tensors[capture_files.SCALES[name]] = capture_files.quantised(tensors[name], shape.hidden)
-        tensors |= {"input_ids": torch.randint(shape.vocab, (n,), dtype=torch.int32),
-                    "loss_mask": (torch.arange(n) >= start).to(torch.uint8)}
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path,
-                  {"checksum": "", "dtype": str(dtype).removeprefix("torch.")})
+        tensors["input_ids"] = torch.randint(shape.vocab, (n,), dtype=torch.int32)
+        tensors["loss_mask"] = (torch.arange(n) >= start).to(torch.uint8)
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        save_file(tensors, path, {"checksum": "", "dtype": str(dtype).removeprefix("torch.")})
         samples.append(Sample(str(i), path, n, start, np.ones(n - start, np.float32)))
     return samples
 

@@ -290,7 +290,9 @@ class Extraction:
                 asked = time.monotonic()  # what hangs does not write
             elif waited > FIRST_FILE_S and self.last_file is None and not any(self.incoming.rglob("*.safetensors*")):
                 raise UserError(f"{server.url} answered, but nothing appeared in {self.incoming}. "
-                                f"{server.how_to_capture()} and start it with EAGLE3_CAPTURE_DIR set to that folder.")
+                                f"{server.how_to_capture()} and start it with EAGLE3_CAPTURE_DIR set to that folder."
+                                + ("" if self.args.states == KINDS[0] else " A patch from before there was --states "
+                                   f"{self.args.states} knows nothing of it: apply it anew."))
             elif waited > NEXT_FILE_S:
                 raise UserError(f"{server.url} answered, but the file of {sample.id} did not appear in {waited:.0f} s "
                                 f"({free_bytes(self.folder) / 1e9:,.1f} GB free). Read the server's log, then run the "
