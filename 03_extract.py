@@ -32,6 +32,7 @@ from eagle3.again import Again  # noqa: E402
 from eagle3.extraction import FULL, Extraction  # noqa: E402
 from eagle3.incoming import clean_incoming, free_bytes, settle  # noqa: E402
 from eagle3.journal import Journal, write_bound, write_plan  # noqa: E402
+from eagle3.limits import Limits, leave_out_too_long, read_limits  # noqa: E402
 from eagle3.prefill_server import wait_until_ready  # noqa: E402
 from eagle3.responses import finished_parts  # noqa: E402
 from eagle3.samples import Sample, read_ids, read_samples  # noqa: E402
@@ -133,16 +134,16 @@ def forecast(job: Extraction, tokens: int) -> None:
                         f"{'' if job.room else fewer}or begin anyway with --no-disk-check.")
 
 
-def check_servers(job: Extraction) -> int | None:
+def check_servers(job: Extraction) -> list[Limits]:
     """All of them are there (one that loads is waited for) and take the key, and still nothing of an earlier process.
 
-    Returns the target's vocabulary size where --verifier-path or a server tells it. Raises UserError.
+    Returns what each of them takes. Raises UserError.
     """
-    sizes = [text_config(job.args.verifier_path).get("vocab_size")] if job.args.verifier_path else []
+    limits = []
     wait_until_ready(job.servers, job.args.server_wait)
     for server in job.servers:
         try:
-            sizes.append(server.vocab_size())
+            limits.append(read_limits(server))
         except OSError as error:
             raise UserError(f"{server.url}: no server answers there ({type(error).__name__}). "
                             "Start it, or mend --base-url.") from None
@@ -152,7 +153,19 @@ def check_servers(job: Extraction) -> int | None:
         except OSError as error:
             raise UserError(f"{', '.join(server.url for server in job.servers)}: no answer ({type(error).__name__}). "
                             "Start the server again, then run the same command.") from None
-    return min((size for size in sizes if isinstance(size, int)), default=None)
+    return limits
+
+
+def leave_out_unfit(job: Extraction, limits: list[Limits]) -> None:
+    """Of what is to do: what no server would take. Raises UserError where that is much."""
+    leave_out_too_long(job, limits)
+    sizes = [one.vocab for one in limits]
+    sizes += [text_config(job.args.verifier_path).get("vocab_size")] if job.args.verifier_path else []
+    vocab_size = min((size for size in sizes if isinstance(size, int)), default=None)
+    if vocab_size is None:
+        log("token ids are not checked: no server says where its model lies. Name the target with --verifier-path")
+    else:
+        job.leave_out_unknown_ids(vocab_size)
 
 
 # ---- while it runs ----
@@ -227,12 +240,8 @@ def extract_missing(job: Extraction) -> None:
     job.check_failed()
     if not job.to_do:
         return
-    vocab_size = check_servers(job)
-    if vocab_size is None:
-        log("token ids are not checked: no server says where its model lies. Name the target with --verifier-path")
-    else:
-        job.leave_out_unknown_ids(vocab_size)
-        progress = Progress(job)
+    leave_out_unfit(job, check_servers(job))
+    progress = Progress(job)
     forecast(job, progress.tokens_to_do)
     progress.began = progress.last_log = time.monotonic()
     watch(job, progress)

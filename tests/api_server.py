@@ -87,10 +87,17 @@ class ApiServer(LocalServer):
 
     def __init__(self, answer):
         self.requests, self.asked, self.dead, self.probe_status = [], Counter(), False, 404
+        self.models = None  # the answer to /v1/models
 
         class Handler(QuietHandler):
             def do_GET(handler):  # what is probed at the start: this is no SGLang
-                handler.send_error(self.probe_status)
+                if self.models is None or handler.path != "/v1/models":
+                    return handler.send_error(self.probe_status)
+                data = json.dumps(self.models).encode()
+                handler.send_response(200)
+                handler.send_header("Content-Length", str(len(data)))
+                handler.end_headers()
+                handler.wfile.write(data)
 
             def do_POST(handler):
                 body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))

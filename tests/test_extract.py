@@ -1,5 +1,6 @@
 """03_extract on the real engine: killed and resumed it ends in the same bytes; each kind of damage is found; a full
 disk loses nothing."""
+import asyncio
 import contextlib
 import hashlib
 import io
@@ -18,6 +19,7 @@ from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -26,8 +28,11 @@ from safetensors.torch import load_file, save_file
 import eagle3.stage
 from conftest import CAPTURE_LAYERS, ONE_AT_A_TIME, ROOT, TINY_KIMI, Engine, free_port, load_script
 from eagle3 import extraction, verify as verifying
+from eagle3.api import discover
 from eagle3.incoming import own_runs
 from eagle3.journal import Journal
+from eagle3.limits import read_limits
+from eagle3.prefill_server import Server
 from eagle3.states import SAME_CAPTURE, StateFile, check_header, sample_path
 from stand_in import StandIn, capture_hash, captured, extract_here, file_of, let_go, write_responses
 from test_capture import text_model
@@ -120,6 +125,20 @@ def test_every_sample_is_there_with_its_ids(undisturbed, rows, capture_dir, resp
     # Nothing is left of it, nothing of the requests that made the responses
     assert own_runs(capture_dir, undisturbed) == []
     assert all(re.fullmatch(r"[0-9a-f]{12}-\d+-\d+\.\d+", path.name) for path in capture_dir.iterdir())
+
+
+def test_the_limits_that_are_read_are_where_the_engine_says_no(server):
+    """The real engine takes the longest sample, and refuses one token more; 01 reads the same context."""
+    limits = read_limits(Server(server.url))
+    ask = SimpleNamespace(answers="generate", base_url=[server.url], api="auto", model=None, max_tokens=100)
+    assert asyncio.run(discover(ask, None)).context == limits.context
+    config = json.loads((TINY_KIMI / "config.json").read_text())
+    assert limits.context == config["text_config"]["max_position_embeddings"] and limits.vocab == 2432, limits
+    answers = []
+    for longer in (1, 0):
+        body = {"input_ids": [300] * (limits.longest + longer), "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        answers.append(httpx.post(f"{server.url}/generate", json=body, timeout=120).status_code)
+    assert answers == [400, 200] and limits.longest < min(limits.context, limits.pool)
 
 
 def test_complete_already(undisturbed, responses, capture_dir):

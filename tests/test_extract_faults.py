@@ -123,7 +123,31 @@ def test_ids_beyond_a_cut_do_not_count_and_an_unknown_vocabulary_is_told(stage, 
     assert stage() == "" and "token ids are not checked" in stage.out and "s03" in stage.servers[0].asked
 
 
-# ---- servers that die of a row ----
+# ---- what a server takes ----
+LIMITED = {"/server_info": {"max_req_input_len": 7, "max_total_num_tokens": 13, "context_length": None},
+           "/v1/models": {"data": [{"id": "x", "max_model_len": 20}]}}
+
+
+def test_samples_longer_than_the_server_takes_are_not_sent(stage):
+    """Few are left out by name, many end the run before anything is sent; of two servers the smaller one counts."""
+    shutil.rmtree(stage.responses)
+    write_responses(stage.responses, [{"id": name, "prompt_ids": [5], "response_ids": [0] * (7 if name == "s03" else 5)}
+                                      for name in NAMES])
+    server = stage.servers[0]
+    server.get = lambda path: (200, LIMITED.get(path, {}))
+    assert stage() == "" and stage.quarantine() == {"s03": "longer than the server takes"}
+    assert sorted(server.asked) == [name for name in NAMES if name != "s03"]
+    assert f"limits of {server.url} | context 20, KV pool 13, longest sample that it takes 6\n" in stage.out
+    assert f"quarantined s03: longer than the server takes: 8 tokens, {server.url} takes 6" in stage.out
+    shutil.rmtree(stage.folder)
+    stage.servers.append(StandIn(stage.incoming))
+    stage.servers[1].get = lambda path: (200, {"data": [{"max_model_len": 6}]} if path == "/v1/models" else {})
+    said = line(stage)
+    assert said.startswith(f"{stage.servers[1].url} takes samples of up to 5 tokens (context 6, longest") and not stage.servers[1].asked
+    assert "20 of 20 are longer, s03 with 8 the longest" in said and "cut with --max-length 5" in said
+    assert stage("--max-length", 5) == "" and len(server.asked + stage.servers[1].asked) == 19 + 20
+
+
 def dies_of(server: StandIn, *poison: str):
     """The server ends, for good, when it gets one of these; what is in flight with it is lost too."""
     dead = threading.Event()

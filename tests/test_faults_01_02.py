@@ -1,4 +1,5 @@
 """What broke other tools, tried on 01 and 02: marks in texts, inputs lost in silence, limits, proxies, keys."""
+import asyncio
 import json
 import os
 import random
@@ -14,13 +15,13 @@ from api_server import ApiServer, Reply, chat
 from conftest import ROOT, TINY_KIMI
 from eagle3 import network
 from eagle3.account import FATES
-from eagle3.api import read_chat
+from eagle3.api import context_of, read_chat
 from eagle3.prompts import as_messages, fingerprint
 from eagle3.responses import Answer, Drop
 from eagle3.prompt_sources import open_sources
 from eagle3.stage import UserError
 from eagle3.tokens import settle_ids
-from test_generate import CALL, asked, dropped_of, fine, flags, prompts, rows_of, run_here, tokens_of, write_jsonl
+from test_generate import CALL, FINE, asked, dropped_of, fine, flags, prompts, rows_of, run_here, tokens_of, write_jsonl
 from test_vocab import responses, build
 
 THOUGHT = Reply(chat("fine", completion_tokens=4, reasoning="r"))
@@ -655,6 +656,31 @@ def test_other_redirects_end_the_run_at_once(status, target, says, tmp_path, cap
 
 
 # ---- limits, before anything is paid ----
+MODELS = {"data": [{"id": "other", "max_model_len": 5}, {"id": "m", "max_model_len": 60}]}
+
+
+def test_what_the_context_does_not_hold_is_not_asked(tmp_path, capsys):
+    """A prompt that leaves no room for the answer is dropped by name, unpaid; with shorter answers it is asked."""
+    rows = [{"id": f"p{i}", "prompt": "word " * (200 if i == 3 else i)} for i in range(1, 6)]
+    with ApiServer(lambda body, nth: FINE) as api:
+        api.models = MODELS
+        argv = flags(api.url, write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "out", "--max-tokens")
+        code, _, err = run_here([*argv, 60], capsys)
+        assert code == 2 and "--max-tokens 60: the context of" in err and "is 60 tokens, prompt included" in err
+        assert run_here([*argv, 8], capsys)[0] == 0 and dropped_of(tmp_path / "out") == {"p3-t0": "beyond_context"}
+        said = json.loads((tmp_path / "out/dropped.jsonl").read_text())["detail"]
+        assert "prompt tokens and --max-tokens 8 are more than the server's context of 60" in said
+        assert len(rows_of(tmp_path / "out")) == 4 == len(api.requests)
+
+
+@pytest.mark.parametrize("models", [None, {}, {"data": None}, {"data": ["m"]}, {"data": [{"id": "m"}]}, ["m"],
+                                    {"data": [{"id": "m", "max_model_len": "many"}]}])
+def test_a_server_that_does_not_tell_its_context(models):
+    with ApiServer(lambda body, nth: FINE) as api:
+        api.models = models
+        assert asyncio.run(context_of(api.url, None, network.tls_context(), "m")) is None
+
+
 def in_a_process(argv, limits=(), env=None) -> subprocess.CompletedProcess:
     def lower():
         for what, value in limits:

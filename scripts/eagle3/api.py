@@ -240,11 +240,15 @@ def read_chat(body: dict, api: str) -> Answer:
 # ---- which servers these are ----
 @dataclass
 class Service:
-    """What stands behind --base-url. model: the name to ask for; version: SGLang's, where it is one."""
+    """What stands behind --base-url. model: the name to ask for; version: SGLang's, where it is one.
+
+    context: the most tokens of prompt and answer together, where the servers say it.
+    """
     api: str
     model: str | None
     urls: list[str]
     version: str | None = None
+    context: int | None = None
 
 
 async def server_info(url: str, key: str | None, tls: ssl.SSLContext, asks_sglang: bool) -> dict:
@@ -265,6 +269,19 @@ async def server_info(url: str, key: str | None, tls: ssl.SSLContext, asks_sglan
     except (ValueError, RecursionError):  # a page, no JSON
         info = {}
     return info if isinstance(info, dict) and {"version", "served_model_name"} <= set(info) else {}
+
+
+async def context_of(url: str, key: str | None, tls: ssl.SSLContext, model: str) -> int | None:
+    """What /v1/models says of this model: SGLang's and vLLM's max_model_len, OpenRouter's context_length; None else."""
+    try:
+        async with client_for(url, tls, httpx.Timeout(20),
+                              headers={"Authorization": f"Bearer {key}"} if key else {}) as asking:
+            found = (await asking.get(f"{url.rstrip('/')}/models")).json()["data"]
+        told = [one.get("max_model_len") or one.get("context_length") for one in found if one.get("id") == model]
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OverflowError, ValueError, TypeError, KeyError,
+            AttributeError, RecursionError):
+        return None
+    return told[0] if told and type(told[0]) is int and told[0] > 0 else None
 
 
 def native_url(url: str) -> str:
@@ -309,9 +326,15 @@ async def discover(args, key: str | None) -> Service:
     model = model or args.model
     if not model:
         raise UserError("--model is needed: this API serves several models.")
-    urls = [native_url(url) if api == "sglang" else url if httpx.URL(url).path.strip("/") else f"{url.rstrip('/')}/v1"
-            for url in args.base_url]
-    return Service(api, model, urls, version)
+    chat_urls = {url: url if httpx.URL(url).path.strip("/") else f"{url.rstrip('/')}/v1" for url in args.base_url}
+    told = [await context_of(chat_urls[url], key, tls, model) for url in found]
+    context = min((size for size in told if size), default=None)
+    if context and args.max_tokens >= context:
+        raise UserError(f"--max-tokens {args.max_tokens}: the context of {masked(next(iter(found)))} is {context:,} "
+                        "tokens, prompt included. Ask for shorter answers, or serve with a larger --context-length.")
+    log(f"context of prompt and answer: {f'{context:,} tokens' if context else 'the server does not say'}")
+    return Service(api, model, [native_url(url) if api == "sglang" else chat_urls[url] for url in args.base_url],
+                   version, context)
 
 
 def thinking_switch(on: bool) -> dict:

@@ -27,7 +27,8 @@ from eagle3.tokens import Tokens, settle_ids
 PROBE_S = 2.0  # between two tries at a server that cannot be reached
 FRUITLESS = 20  # so many samples from the first one on, none of them answered in a usable way: it is not the samples
 BARE = 200  # so many answers, none of them with reasoning although thinking is on: its marks were lost on the way
-PROMPTS_FAULT = ("after_", "template", "not_utf8", "bad_prompt", "no_answer_")  # reasons that say nothing of the server
+# Reasons that say nothing of the server
+PROMPTS_FAULT = ("after_", "template", "not_utf8", "bad_prompt", "no_answer_", "beyond_context")
 
 
 def room_needed(args) -> int:
@@ -61,6 +62,7 @@ class Session:
 
     def __init__(self, args, key: str | None, service: Service, tokens: Tokens, store: Store, sources: list[Source]):
         self.args, self.api, self.tokens, self.store = args, service.api, tokens, store
+        self.context = service.context
         self.budget, self.unpaid, self.halt = Budget(args, store), {}, None
         tls = tls_context()  # one for all clients
         self.servers = [Server(url, key, args.concurrency, args.timeout_s, tls) for url in service.urls]
@@ -236,6 +238,7 @@ class Session:
             if self.args.answers == "given":
                 answer = given_answer(given)
             else:
+                self.check_length(question)
                 answer, reserved = await self.ask(question)
                 if answer is None:
                     return None, None
@@ -249,6 +252,13 @@ class Session:
         self.n_answers, self.n_tokens = self.n_answers + 1, self.n_tokens + len(ids)
         answer.model = answer.model or self.args.model
         return answer_row(question, answer, ids, ids_source), reserved
+
+    def check_length(self, question: Question) -> None:
+        """Raises Drop where prompt and answer do not fit the servers' context: they would refuse it."""
+        n_prompt, n_answer = len(question.prompt_ids), self.args.max_tokens
+        if self.context and n_prompt + n_answer > self.context:
+            raise Drop("beyond_context", f"{n_prompt:,} prompt tokens and --max-tokens {n_answer:,} are more than the "
+                                         f"server's context of {self.context:,}")
 
     async def check_kind(self, messages: list[dict], tools: list | None) -> None:
         """check_template() once for each kind of prompt: roles in it, tools, calls, reasoning, content in parts."""
