@@ -7,7 +7,7 @@ Writes  output/best/ and output/checkpoint-<step>/ (config.json, model.safetenso
 
     python3 -u 04_train.py --verifier-path /shared/kimi-k2.5-int4 --data-dir /data/eagle3/run/hidden_states \\
       --vocab-mapping-dir /data/eagle3/run/vocab_mapping --output-dir /data/eagle3/run/output --epochs 5 --lr 3e-5
-    torchrun --nproc_per_node 4 04_train.py ...        # several GPUs: the same flags
+    torchrun --nproc_per_node 4 04_train.py ...        # several GPUs, or machines: the same flags
     python3 -u 04_train.py ... --follow --epochs 1     # beside 03_extract: one pass over samples as they land
 
     # finished drafters beside each other on held-out states, without training or a server (evaluation.py)
@@ -42,7 +42,6 @@ and from what: scripts/eagle3/sampling.py.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import math
@@ -61,16 +60,17 @@ from eagle3.acceptance import Sampled, evaluate, sampled_at  # noqa: E402
 from eagle3.checkpoints import begun, repair, writing  # noqa: E402
 from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
+from eagle3.hosts import agree, on_all, opened  # noqa: E402
 from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.keeper import Keeper, stop_if_not_finite  # noqa: E402
 from eagle3.metrics import Window, gpu_use, step_line, step_metrics, validation_line  # noqa: E402
-from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, join_processes, meet,  # noqa: E402
-                              together)
+from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ranks,  # noqa: E402
+                              join_processes, meet, together)
 from eagle3.recipe import fill_rate, recorded  # noqa: E402
 from eagle3.sampling import misfit, said, samplings  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
 from eagle3.sources import Sources, read_sources  # noqa: E402
-from eagle3.stage import UserError, bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
+from eagle3.stage import bar, duration, open_stage, parse_args, run, write_manifest  # noqa: E402
 from eagle3.supply import Supply  # noqa: E402
 from eagle3.trainer import HostCopy, Trainer, learning_rate, loss_weights, make_drafter  # noqa: E402
 from eagle3.training_plot import plot  # noqa: E402
@@ -313,6 +313,13 @@ def as_begun(output: Path, config: dict, old: dict) -> dict | None:
     return None
 
 
+def read_all(args, process: Process) -> tuple[Inputs, Sources, list[str]]:
+    """What the flags name, and why the rates are what they are. Raises UserError."""
+    inputs = read_inputs(args, process.say)
+    reasons = fill_rate(args, inputs.shape.hidden, process.world)
+    return inputs, read_sources(args, inputs, process.say), reasons
+
+
 def main(argv: list[str]) -> None:
     args = parse_args(build_parser(), "train", argv)
     train_flags.check_args(args)
@@ -320,22 +327,19 @@ def main(argv: list[str]) -> None:
     with together(process):
         if args.evaluate:
             return evaluate_drafters(args, process)
-        inputs = read_inputs(args, process.say)
-        reasons = fill_rate(args, inputs.shape.hidden, process.world)
-        sources = read_sources(args, inputs, process.say)
+        inputs, sources, reasons = on_all(process, lambda: read_all(args, process))
         config, output = resolved_config(args, inputs, process), args.output_dir
-        with (open_stage(output, config, MAY_CHANGE, functools.partial(as_begun, output, config)) if process.rank == 0
-              else contextlib.nullcontext()):
+        agree(process, config, args.data_dir / "plan.jsonl" if args.follow else None)
+        open_output = functools.partial(open_stage, output, config, MAY_CHANGE,
+                                        functools.partial(as_begun, output, config))
+        data = [*args.data_dirs, *([args.val_data_dir] if args.val_data_dir else [])]
+        with opened(process, output, open_output, data) as process:
             train(args, process, inputs, sources, config, reasons)
 
 
 def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict, reasons: list[str]) -> None:
     """What is left to do in an output folder that is this run's. Raises UserError. reasons: of recipe.fill_rate."""
     say, output = process.say, args.output_dir
-    meet(process, LOOP)
-    if not (output / "stage.json").exists():
-        raise UserError(f"{output}: rank {process.rank} does not see what rank 0 wrote there. All nodes must share the "
-                        "filesystem of --output-dir.")
     versions = {"python": platform.python_version(), "torch": torch.__version__,
                 "sglang": inputs.facts["sglang_version"]}
     gpu = torch.cuda.get_device_name(process.device) if process.device.type == "cuda" else "cpu"
@@ -343,7 +347,7 @@ def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict
     say(f"versions {json.dumps(versions)} | {process.world} x {gpu}")
     for reason in reasons:
         say(f"recipe {reason}")
-    if (output / "manifest.json").exists():
+    if all_ranks((output / "manifest.json").exists(), process)[0]:
         say("complete already")
         say(f"done: {output}")
         return

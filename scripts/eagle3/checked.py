@@ -156,6 +156,7 @@ class Checked:
     dropped: Counter  # {reason: count}
     agreed: int  # response tokens that are the target's argmax
     predicted: int  # of so many
+    problems: dict  # {id: reason} of those dropped
 
 
 def usable_samples(source, max_tokens: int, workers: int, head: torch.Tensor, process) -> Checked:
@@ -184,4 +185,4 @@ def usable_samples(source, max_tokens: int, workers: int, head: torch.Tensor, pr
                         "what it names (--redo-failed), then this again.")
     if agreed < MIN_AGREEMENT * predicted:
         raise other_target(folder, agreed / predicted)
-    return Checked(samples, dropped, agreed, predicted)
+    return Checked(samples, dropped, agreed, predicted, problems)

@@ -20,6 +20,7 @@ import torch
 
 from eagle3.checkpoints import (check_room, checkpoint_bytes, load_checkpoint, newest_good, restore_best,
                                 save_checkpoint, set_aside, write_val_ids, writing)
+from eagle3.hosts import hand_out
 from eagle3.metrics import Metrics, Window
 from eagle3.processes import SAVING, Process, all_ranks, meet
 from eagle3.stage import log, write_atomic
@@ -44,7 +45,8 @@ class Keeper:
         if self.damaged:
             process.say(f"{self.damaged}: going on from the one before, {self.found.folder}")
         if self.found.folder:
-            self.state = load_checkpoint(self.found.folder, trainer)
+            read = load_checkpoint(self.found.folder, trainer) if process.rank == 0 else {}
+            self.state = hand_out(trainer, read, process)
             process.say(f"resume {self.found.folder}")
         self.saved, self.left_out = trainer.step, Counter()
         self.behind, self.snapshot, self.in_line = Behind(), None, True

@@ -37,6 +37,8 @@ class Process:
     device: torch.device
     dtype: torch.dtype
     patient: dist.ProcessGroup | None = None  # for `meet`
+    group: dist.ProcessGroup | None = None  # of these ranks; None: of all
+    near: Process | None = None  # where not all ranks see the same folders: those that do, this one as one of them
 
     def say(self, event: str) -> None:
         if self.rank == 0:
@@ -67,7 +69,7 @@ def all_ranks(value, process: Process) -> list:
     """`value` of each rank."""
     parts = [value] * process.world
     if process.world > 1:
-        dist.all_gather_object(parts, value)
+        dist.all_gather_object(parts, value, process.group)
     return parts
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from eagle3.batches import Sample
-from eagle3.checked import usable_samples
+from eagle3.checked import Checked, usable_samples
 from eagle3.checkpoints import begun
+from eagle3.hosts import good_everywhere
 from eagle3.inputs import read_index
 from eagle3.patience import patiently
 from eagle3.stage import UserError, read_manifest, sha256_file
@@ -116,13 +117,17 @@ def find_samples(args, sources: Sources, head: torch.Tensor, process) -> Found:
 
     args: max_seq_len, num_workers, val_ratio, follow; head (Vt, H). With --follow only the held-out folder is read.
     """
+    def usable(source: Source) -> Checked:
+        found = usable_samples(source, args.max_seq_len, args.num_workers, head, process.near or process)
+        return good_everywhere(found, process)
+
     parts, held_out, dropped, agreed, predicted = [], None, Counter(), 0, 0
     for source in [] if args.follow else sources.train:
-        checked = usable_samples(source, args.max_seq_len, args.num_workers, head, process)
+        checked = usable(source)
         parts.append([replace(sample, weight=source.weight) for sample in checked.samples])
         dropped, agreed, predicted = dropped + checked.dropped, agreed + checked.agreed, predicted + checked.predicted
     if sources.held_out:
-        checked = usable_samples(sources.held_out, args.max_seq_len, args.num_workers, head, process)
+        checked = usable(sources.held_out)
         held_out, dropped = checked.samples, dropped + checked.dropped
         if not held_out:
             raise UserError(f"{sources.held_out.folder}: no usable sample to validate on {dict(checked.dropped)}.")
