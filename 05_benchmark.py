@@ -116,8 +116,8 @@ def prepare(bench: Benchmark) -> None:
     if bench.repeats == 1 and "plain" in bench.variants and not args.break_even:
         log("note: measured once, nothing tells how far two runs of the same differ: no verdict. --repeats 2 gives one")
     bench_flags.check_descriptors(most if args.request_rate else min(max(args.concurrency), most))
-    bench_flags.check_disk(args.output_dir, sum(len(request_ids(prompt)) for unit in todo
-                                                for prompt in bench.prompts_at(unit.context)), args.max_tokens)
+    bench_flags.check_disk(args.output_dir, [prompt for unit in todo for prompt in bench.prompts_at(unit.context)],
+                           args.max_tokens)
     if why := no_plots():
         log(f"note: no plots will be drawn ({why}). Install matplotlib meanwhile, or do without")
     bench.endpoints.check_logs()
@@ -129,7 +129,7 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
     args, out = bench.args, bench.args.output_dir
     predictions = {variant: bench.drafter(variant).prediction for variant in bench.variants}
     found = build_report(bench.measured, bench.prompts, predictions, bench.config)
-    add_traffic(found, bench.measured, bench.prompts, list(bench.drafters))
+    add_traffic(found, bench.measured, bench.prompts, list(bench.drafters), with_groups=plots)
     found |= {"units_planned": len(bench.planned), "units_done": len(bench.measured.units)}
     if args.sweep:
         found["left_out"] = bench.unable
@@ -196,7 +196,7 @@ def say(bench: Benchmark) -> None:
     for name, why in found["not_drawn"].items():
         log(f"note: {name} is not drawn: {why}")
     print(table_of(found), flush=True)
-    for head, table in traffic_tables(found):
+    for head, table in traffic_tables(found, with_groups=False):
         print(f"{head}\n{table}", flush=True)
     for said in break_even.remarks(found) if found.get("break_even") else ():
         log(said)

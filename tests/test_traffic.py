@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +15,13 @@ import numpy as np
 import pytest
 import yaml
 
-from conftest import ROOT, TINY_KIMI, load_script, run_here, run_script
+from conftest import ROOT, TINY_KIMI, free_port, load_script, run_here, run_script
 from eagle3 import gpu_state, load
 from eagle3.bench_prompts import about_requests, load_prompts, render, request_ids
 from eagle3.contexts import Padding, context_tokens
 from eagle3.figures import level_figures, pooled, speed_up
 from eagle3.report import level_remarks, verdict
+from eagle3.servers import ServerGone
 from eagle3.stage import UserError
 from eagle3.tokens import load_tokenizer
 from eagle3.traffic import (Slo, arrival_figures, beside_the_first, goodput, goodput_difference, gpu_report, group_rows,
@@ -193,7 +195,8 @@ def test_of_two_drafters_the_difference_is_paired():
 
 def test_two_drafters_in_one_report(tmp_path, capsys):
     a, b = (make_drafter(tmp_path / name, range(9)) for name in ("first", "second"))
-    both = dict(model_path=str(TINY_KIMI), speculative_algorithm="EAGLE3")
+    both = dict(model_path=str(TINY_KIMI), speculative_algorithm="EAGLE3", speculative_num_steps=3,
+                speculative_eagle_topk=1)
     servers = (Paced(0.002, model_path=str(TINY_KIMI)), Paced(0.004, accept=1, speculative_draft_model_path=str(a), **both),
                Paced(0.001, accept=2, speculative_draft_model_path=str(b), **both))
     with servers[0] as plain, servers[1] as slow, servers[2] as fast:
@@ -206,6 +209,9 @@ def test_two_drafters_in_one_report(tmp_path, capsys):
         beside = found["drafters"]["1"]["second"]
         assert beside["against"] == "first" and 2 < beside["speed_up"] < 5 and beside["interval"][0] > 1
         assert beside["accept_difference"] == pytest.approx(7 / 4 - 1) and beside["accept_interval"][0] > 0.5
+        # each is held against its own prediction
+        assert {name: about["prediction"]["served"] for name, about in found["variants"].items()} == {
+            "first": 1, "second": pytest.approx(7 / 4)}
         out = capsys.readouterr().out
         assert "Drafters" in out and "against" in (tmp_path / "r" / "report.md").read_text()
         order = [line.split(" finished")[0].split()[-3] for line in out.splitlines() if " finished | " in line]
@@ -223,6 +229,18 @@ def test_arrivals_are_poisson_and_the_same_again():
     gaps = np.diff(times)
     assert times[0] == 0 and times == load.poisson_arrivals(5.0, 4001, [0, 5]) != load.poisson_arrivals(5.0, 4001, [1, 5])
     assert np.mean(gaps) == pytest.approx(0.2, rel=0.06) and np.std(gaps) == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_server_that_goes_while_requests_arrive_is_not_waited_for():
+    class Server:
+        def alive(self):
+            return False
+
+    connection = load.Connection(f"http://127.0.0.1:{free_port()}", {}, False, 5.0, Server())
+    prompts, began = [{"id": str(n), "prompt_ids": [1]} for n in range(3)], time.perf_counter()
+    with pytest.raises(ServerGone, match="went away during test"):
+        asyncio.run(load.run_unit(connection, prompts, 3, {}, "test", arrivals=[0.0, 0.1, 600.0]))
+    assert time.perf_counter() - began < 20
 
 
 def timed(name, start, first, total, tokens=11, due=None):
@@ -431,6 +449,10 @@ def test_what_cannot_be_padded_is_one_line(tmp_path, capsys):
     assert len(found) == 8 and all(1018 <= len(prompt["prompt_ids"]) <= 1024 for prompt in found)
     path.write_text(json.dumps({"id": "a", "prompt_ids": [1]}) + "\n")
     refused("'a' has only prompt_ids, which cannot be padded")
+    # a row of responses/ has both: rendered anew
+    path.write_text(json.dumps({"id": "a", "prompt_ids": [1], "messages": [{"role": "user", "content": "Why?"}]}) + "\n")
+    (prompt,) = load_prompts(prompt_args(prompts=[path], context=["64"], context_text=[tmp_path / "book.txt"]), str(TINY_KIMI))
+    assert prompt["thinking"] == "on" and 60 < len(prompt["prompt_ids"]) <= 64
     assert Padding(["a b", " a b ", ""], str.split).texts == ["a b"]
 
 

@@ -13,7 +13,7 @@ from eagle3.stage import UserError, log
 
 DEFAULT_SWEEP = ["1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,1,6", "3,2,6", "3,4,8", "5,4,16"]  # steps,topk,draft tokens
 REPEATS, REPEATS_OF_SWEEP = 2, 1  # two tell how far runs differ; a sweep first of all ranks its points
-BYTES_PER_TOKEN, BYTES_PER_REQUEST = 20, 400  # of raw.jsonl
+BYTES_PER_TOKEN, BYTES_PER_REQUEST, BYTES_PER_ID = 20, 400, 7  # of raw.jsonl
 SPARE_FILES = 64  # descriptors besides the streams
 MOST_STEPS, MOST_POINTS = 16, 5  # of --break-even
 # What may differ between a run and its resumption. Files and folders: `inputs` has the hashes of what was read there
@@ -196,9 +196,13 @@ def check_descriptors(streams: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def check_disk(folder: Path, requests: int, max_tokens: int) -> None:
-    """For the rows of so many requests. Raises UserError where not even short answers would fit."""
-    most, free = requests * (BYTES_PER_REQUEST + max_tokens * BYTES_PER_TOKEN), shutil.disk_usage(folder).free
+def check_disk(folder: Path, prompts: list[dict], max_tokens: int) -> None:
+    """For the rows of these prompts. Raises UserError where not even short answers would fit."""
+    most, free = 0, shutil.disk_usage(folder).free
+    for prompt in prompts:
+        later = len(prompt.get("turns", ()))
+        most += (1 + later) * (BYTES_PER_REQUEST + max_tokens * BYTES_PER_TOKEN)
+        most += later * BYTES_PER_ID * (len(prompt["prompt_ids"]) + max_tokens)  # its row holds its context
     if free < most / 20:
         raise UserError(f"{folder}: {free / 1e6:,.1f} MB are free, raw.jsonl takes up to {most / 1e6:,.1f} MB. "
                         "Free some, or name another --output-dir.")

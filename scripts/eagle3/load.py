@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -115,7 +116,8 @@ class Sending:
         self.url = connection.url.rstrip("/") + "/generate"
         self.bodies = [self.body(prompt["prompt_ids"]) for prompt in prompts]
         self.records: dict[int, list[dict]] = {}
-        self.began, self.gone, self.shown, self.session = 0.0, False, None, None
+        self.began, self.shown, self.session = 0.0, None, None
+        self.gone = asyncio.Event()  # the server is
 
     def body(self, ids: list[int]) -> bytes:
         return json.dumps({"input_ids": ids, "sampling_params": self.sampling, "stream": True}).encode()
@@ -132,8 +134,8 @@ class Sending:
             record = {"error": kind_of(error), "message": str(error)[:300],
                       "spent_s": round(time.perf_counter() - started, 5)}
             broken = record["error"] in ("connection", "timeout")
-            if broken and not self.gone and not await asyncio.to_thread(self.connection.server.alive):
-                self.gone = True
+            if broken and not self.gone.is_set() and not await asyncio.to_thread(self.connection.server.alive):
+                self.gone.set()
         self.shown.update()
         return {"start_s": round(started - self.began, 5), **record}
 
@@ -157,14 +159,16 @@ class Sending:
     async def stream(self, todo: Iterator[int]) -> None:
         """One stream: the next prompt as soon as the one before is answered. todo: shared by all streams."""
         for number in todo:
-            if self.gone:
+            if self.gone.is_set():
                 break
             await self.converse(number)
 
     async def arrive(self, number: int, due_s: float) -> None:
         """A prompt at its time, however many others are in flight."""
-        await asyncio.sleep(max(0.0, self.began + due_s - time.perf_counter()))
-        if not self.gone:
+        with contextlib.suppress(TimeoutError):  # it is time
+            async with asyncio.timeout(max(0.0, self.began + due_s - time.perf_counter())):
+                await self.gone.wait()
+        if not self.gone.is_set():
             await self.converse(number)
             self.records[number][0]["due_s"] = round(due_s, 5)
 
@@ -197,7 +201,7 @@ async def run_unit(connection: Connection, prompts: list[dict], streams: int, sa
                                  (sending.stream(todo) for _ in range(min(streams, len(prompts)))))
             wall = time.perf_counter() - sending.began
             reporter.cancel()
-    if sending.gone:
+    if sending.gone.is_set():
         raise ServerGone(f"{connection.server}: the server went away during {label}. Start it again; "
                          "the same command goes on with this level.")
     return [{"id": name, **record} for number, prompt in enumerate(prompts)

@@ -190,10 +190,11 @@ def add_goodput(rows: dict[str, dict], of: dict[str, list[dict]], slo: Slo | Non
             figures["goodput"] |= goodput_difference(of["plain"], of[name], slo)
 
 
-def add_traffic(report: dict, measured: Measured, prompts: list[dict], drafters: list[str]) -> None:
+def add_traffic(report: dict, measured: Measured, prompts: list[dict], drafters: list[str],
+                with_groups: bool) -> None:
     """To what report.build_report made: "rates", "contexts", "groups", "gpus", "drafters", and goodput by level.
 
-    drafters: the variants of --draft-path.
+    drafters: the variants of --draft-path. Groups are many where sources are: not for a report amid a run.
     """
     contexts, slo, config = contexts_of(prompts), Slo.of(report["config"]), report["config"]
     units = pooled(measured.units, contexts)
@@ -219,7 +220,7 @@ def add_traffic(report: dict, measured: Measured, prompts: list[dict], drafters:
         "groups": {}, "drafters": {}, "gpus": gpu_report(measured.units)}
     for level in sorted_levels(units):
         of = at_level(units, level, variants)
-        if groups := group_rows(of, prompts):
+        if with_groups and (groups := group_rows(of, prompts)):
             report["groups"][str(level)] = groups
         if len(drafters) > 1:
             of = {name: per_request(found) for name, found in of.items()} if isinstance(level, str) else of

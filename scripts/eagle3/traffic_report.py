@@ -142,14 +142,14 @@ def warm_up_remark(report: dict) -> str:
 
 
 # ---- chapters ----
-def traffic_tables(report: dict) -> list[tuple[str, str]]:
-    """[(head, table)] of what was measured beside the levels."""
+def traffic_tables(report: dict, with_groups: bool = True) -> list[tuple[str, str]]:
+    """[(head, table)] of what was measured beside the levels; the groups' can be long."""
     found = [("Goodput", goodput_table(report["levels"]))] \
         if any("goodput" in f for row in report["levels"].values() for f in row.values()) else []
     for head, key, table in (("Requests that arrive", "rates", rates_table),
                              ("Length of context", "contexts", contexts_table),
                              ("Drafters", "drafters", drafters_table), ("Groups of prompts", "groups", groups_table)):
-        if any(report[key].values()):
+        if any(report[key].values()) and (with_groups or key != "groups"):
             found.append((head, table(report[key])))
     return found
 
