@@ -19,7 +19,7 @@ from eagle3.check_records import Records, key_of, masses_of, read_chunk, settled
 from eagle3.drafter import chunks, logits_of
 from eagle3.processes import LONG_WORK, all_ranks, meet
 from eagle3.stage import UserError, bar, duration, log
-from eagle3.states import UNREADABLE, check_sample, response_start, sample_path
+from eagle3.states import OTHER_KIND, UNREADABLE, check_sample, response_start, sample_path
 
 CHECK_CHUNK = 256
 MIN_AGREEMENT = 0.05  # less of the response being the target's argmax means: other states, other target
@@ -175,7 +175,7 @@ def usable_samples(source, max_tokens: int, workers: int, head: torch.Tensor, pr
                                                           source.prompts)
     dropped = Counter(problems.values())
     damaged = sorted(name for name, problem in problems.items() if not problem.startswith("no response token"))
-    too_many = len(damaged) > MAX_BAD * len(index)
+    too_many = len(damaged) > MAX_BAD * len(index) or any(problem.startswith(OTHER_KIND) for problem in dropped)
     for name in damaged[:10 if too_many else None] + sorted(problems.keys() - set(damaged))[:10]:
         process.say(f"skipped {sample_path(folder, name)} | {problems[name]}")
     if too_many:

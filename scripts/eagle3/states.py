@@ -47,6 +47,7 @@ STORED = {**{name: dtype for name, (dtype, _) in DTYPES.items()}, "F8_E4M3": "fl
 HEADER_BYTES = 4096  # of a file, at most: its length depends on names and numbers in it
 MAX_HEADER = 1 << 20
 UNREADABLE = "cannot be read"  # the disk's fault, not the file's
+OTHER_KIND = "another kind"  # nobody's accident
 
 
 def sample_path(folder: Path, sample_id: str) -> Path:
@@ -284,7 +285,7 @@ def check_sample(path: Path, row: dict, facts: dict, vocab_size: int, norm):
     layers = layer_list(facts)
     kind = kind_of(facts)
     if kind_of(metadata) != kind:
-        return f"{kind_of(metadata)} states, the folder has {kind}", None
+        return f"{OTHER_KIND}: {kind_of(metadata)} states, the folder has {kind}", None
     expected = {name: entry[:2] for name, entry in expected_tensors(dtype, T, hidden, len(layers), kind).items()}
     if {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()} != expected:
         return "other shape or dtype", None
