@@ -139,7 +139,7 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
         found["doctor"] = examine_drafter(bench, found["variants"])
     if args.break_even:
         earlier = out.parent / "report.json"  # of a drafter that was measured there
-        break_even.added(found, bench.measured.units, len(bench.prompts), predictions,
+        break_even.added(found, bench.measured.units, predictions,
                          {str(earlier): read_json(earlier)} if earlier.is_file() else {})
     drawn, found["not_drawn"] = draw_plots(found, out) if plots else ([], {})
     write_atomic(out / "report.json", json.dumps(cleaned(found), indent=1) + "\n")
@@ -242,7 +242,7 @@ def measure_and_report(bench: Benchmark) -> None:
         check_rejection_sampling(bench.endpoints.command(variant)[0], *named)
     bench.prompts = load_prompts(args, tokenizer)
     if args.break_even:
-        bench.prompts = simulated.some(bench.prompts, max(args.concurrency))
+        bench.prompts = simulated.some(bench.prompts, max(args.concurrency), args.max_tokens)
     check_ids(bench.prompts, [*args.draft_path, tokenizer])
     if any("turns" in prompt for prompt in bench.prompts):
         bench.next_turn = Conversation(tokenizer, args.trust_remote_code).next_turn

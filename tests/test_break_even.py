@@ -10,7 +10,7 @@ from eagle3.break_even import (Timed, compared, emitted, line_through, name_of, 
                                share_right, verdict)
 from eagle3.drafter_files import read_drafter
 from eagle3.figures import level_figures
-from eagle3.simulated import check
+from eagle3.simulated import check, some
 from eagle3.spec_releases import fewest_steps, has, simulating, why_not_adaptive
 from eagle3.stage import UserError
 from eagle3.target import Target
@@ -27,7 +27,8 @@ def unit(variant: str, level: int, seconds_a_token: float, a: float | None = Non
     """All answers of one unit at a known speed, so many tokens a step."""
     verify = round((TOKENS - 1) / a) if a else 0
     spec = {"verify_steps": verify, "correct_drafts": TOKENS - 1 - verify, "histogram": [verify]} if a else None
-    record = {"id": "p", "prompt_tokens": 4, "completion_tokens": TOKENS, "cached_tokens": 0, "finish": "length", "latency_s": 1.0,
+    record = {"id": "p", "prompt_tokens": 4, "completion_tokens": TOKENS, "cached_tokens": 0, "finish": "length",
+              "latency_s": seconds_a_token * TOKENS * level,  # so many were in flight
               "times_s": [0.1, 1.0], "counts": [1, TOKENS], "spec": spec, "output_ids": [7] * TOKENS}
     return {"variant": variant, "level": level, "repeat": repeat, "wall_s": seconds_a_token * 4 * TOKENS, "watts": None, "requests": [record] * 4}
 
@@ -41,7 +42,7 @@ def known(level: int, plain: float, overhead: float, steps: dict[int, float], re
 
 def test_the_line_gives_back_the_step_time_that_made_it():
     units = known(8, 0.010, 0.001, {1: 0.012, 3: 0.018})
-    rows = rows_of(units, streams=64)
+    rows = rows_of(units)
     assert [(row["level"], row["steps"]) for row in rows] == [(8, 1), (8, 3)]
     for row, step in zip(rows, (0.012, 0.018)):
         assert row["step_ms"] == pytest.approx(8 * 1000 * step)  # eight streams share it
@@ -49,23 +50,26 @@ def test_the_line_gives_back_the_step_time_that_made_it():
         assert row["at_most"] == pytest.approx(0.010 / (0.001 + step / (row["steps"] + 1)))
         assert row["spread"] is None and row["between"] is None
     assert rows[0]["share_right"] == pytest.approx(1 / 3) and share_right(4.0, 3) == pytest.approx(1) and share_right(4.1, 3) is None
-    assert rows_of(units, streams=4)[0]["step_ms"] == pytest.approx(4 * 12)  # no more than four prompts there were
+    prompts = some([{"id": str(n), "context": context} for n in range(90) for context in ("1k", "8k")], 8, 100)
+    assert len(prompts) == 2 * 32 and [len(some(prompts, level, 8)) for level in (1, 2)] == [2 * 8, 2 * 8]
+    lengths = [prompt["max_tokens"] for prompt in prompts if prompt["context"] == "1k"]
+    assert 50 <= min(lengths) < 55 and 95 < max(lengths) <= 100 and len(set(lengths)) > 25 and sum(lengths[:8]) == pytest.approx(600, abs=40)
 
 
 def test_more_than_all_drafts_right_is_never():
-    never = rows_of(known(64, 0.010, 0.001, {1: 0.040, 3: 0.045}), 64)
+    never = rows_of(known(64, 0.010, 0.001, {1: 0.040, 3: 0.045}))
     assert [row["pays_from"] for row in never] == [None, None] and never[1]["needs"] == pytest.approx(5.0)
     assert sentence(never) == "never: 3 steps would need 5.00 of at most 4"
-    assert sentence(rows_of(known(64, 0.010, 0.001, {1: 0.040}), 64)) == "never: 1 step would need 4.44 of at most 2"
-    assert "even a drafter that takes no step's time" in sentence(rows_of(known(64, 0.010, 0.011, {1: 0.01}), 64))
-    paying = rows_of(known(8, 0.010, 0.001, {1: 0.014, 3: 0.0165}), 64)
+    assert sentence(rows_of(known(64, 0.010, 0.001, {1: 0.040}))) == "never: 1 step would need 4.44 of at most 2"
+    assert "even a drafter that takes no step's time" in sentence(rows_of(known(64, 0.010, 0.011, {1: 0.01})))
+    paying = rows_of(known(8, 0.010, 0.001, {1: 0.014, 3: 0.0165}))
     assert sentence(paying).startswith("3 steps pay from accept_length 1.83 on, 48% of drafts right; at most 1.95x")
-    assert "from accept_length 0.89 on (always)" in sentence(rows_of(known(8, 0.010, 0.001, {1: 0.008}), 64))
+    assert "from accept_length 0.89 on (always)" in sentence(rows_of(known(8, 0.010, 0.001, {1: 0.008})))
 
 
 def test_repeats_say_between_what_it_lies_and_three_points_how_straight_the_line_is():
     units = known(1, 0.010, 0.0, {1: 0.012}) + known(1, 0.010, 0.0, {1: 0.012}, repeat=1, factor=1.1)
-    (row,) = rows_of(units, 64)
+    (row,) = rows_of(units)
     assert row["between"] == pytest.approx([1.2, 1.32]) and row["pays_from"] == pytest.approx(1.26)
     bent = [(1.0, 0.012), (1.5, 0.012 / 1.5 * 1.05), (2.0, 0.006)]
     assert 0.02 < line_through(bent).spread < 0.05
@@ -92,7 +96,7 @@ def test_predicted_beside_measured():
 def test_each_length_of_context_has_its_own_step_times():
     units = [{**of, "context": context} for context, slower in (("1k", 1.0), ("8k", 1.5))
              for of in known(8, 0.010, 0.001, {3: 0.018 * slower})]
-    rows = rows_of(units, 64)
+    rows = rows_of(units)
     assert [(row["context"], row["needs"]) for row in rows] == [("1k", pytest.approx(2.0)), ("8k", pytest.approx(3.0))]
     assert verdict(rows).startswith("1k: 3 steps pay from accept_length 2.00 on") and "; 8k: 3 steps pay from accept_length 3.00" in verdict(rows)
 

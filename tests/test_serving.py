@@ -12,6 +12,7 @@ _resolve_spec_v2_tokens) and EAGLE worker:
 """
 import itertools
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,8 +24,11 @@ from safetensors.torch import load_file
 
 from conftest import ROOT, TINY_KIMI, free_port, load_script, post, run_here, run_script
 from eagle3.acceptance import Sampled, walk
+from eagle3.adaptive import check as adaptive_check
+from eagle3.adaptive import written
 from eagle3.batches import Sample, collate
 from eagle3.drafter import Drafter, read_shape
+from eagle3.endpoints import server_info
 from eagle3.figures import beyond_answer, prediction_check
 from eagle3.load import spec_counts
 from eagle3.responses import part_files, read_jsonl
@@ -269,3 +273,21 @@ def test_the_speed_up_of_this_drafter_is_foretold_by_simulated_acceptance(run, t
     checks = report["break_even"]["checks"]
     assert [row["level"] for row in checks] == [1, 8] and all(row["emitted"] > 1.1 for row in checks)
     assert all(abs(row["ratio"] - 1) < 0.5 for row in checks), checks  # of shared cores; the 5 % are for a machine of its own
+
+
+@pytest.mark.slow  # half a minute; SGLang's own reading of the file: test_adaptive.py
+def test_steps_by_batch_size_switch_on_the_real_engine_and_change_no_answer(run, rows, engine, tmp_path):
+    """One stream drafts 3, four draft 1, eight nothing: SGLang says so in its log, and every answer is plain decoding's."""
+    path = tmp_path / "adaptive.json"
+    path.write_text(written({1: 3, 4: 1, 8: 0}))
+    server = engine(draft=run / "output/best", speculative_adaptive=True, speculative_adaptive_config=path)
+    adaptive_check(server_info(server.url, {}), server.url)
+    kept = [row for row in rows.values() if len(row["response_ids"]) == MAX_TOKENS][:16]  # they stay together to their end
+    length = {}
+    for streams in (1, 4, 8):
+        with ThreadPoolExecutor(streams) as pool:
+            spec = [record["spec"] for record in pool.map(lambda row: served(server, row, MAX_TOKENS), kept[:2 * streams])]
+        length[streams] = 1 + sum(of["correct_drafts"] for of in spec) / sum(of["verify_steps"] for of in spec)
+    said = server.log.read_text(errors="replace")
+    assert re.findall(r"Switch adaptive runtime state: steps (\d -> \d)", said)[0] == "3 -> 1" and "1 -> 0" in said
+    assert length[1] > length[4] > length[8] < 1.3 and length[1] > 1.5, length

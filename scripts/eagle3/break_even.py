@@ -101,10 +101,11 @@ class Timed:
     """What units say. Both by place, which is (level, context)."""
     lines: dict[tuple, dict[int, Line]]  # by number of steps
     plain: dict[tuple, float]  # seconds a token
+    streams: dict[tuple, float]  # requests in flight, on average
 
     @classmethod
     def of(cls, units: list[dict]) -> Timed:
-        lines, plain = {}, {}
+        lines, plain, streams = {}, {}, {}
         for place, variants in places_of(units, POINT.fullmatch).items():
             points: dict[int, list] = {}
             for variant, of in variants.items():
@@ -114,9 +115,10 @@ class Timed:
             found = {steps: line for steps, of in sorted(points.items()) if (line := line_through(sorted(of)))}
             lines |= {place: found} if found else {}
         for place, variants in places_of(units, "plain".__eq__).items():
-            if speed := level_figures(variants["plain"])["tok_s"]:
-                plain[place] = 1 / speed
-        return cls({place: lines[place] for place in lines if place in plain}, plain)
+            figures = level_figures(variants["plain"])
+            if figures["tok_s"]:
+                plain[place], streams[place] = 1 / figures["tok_s"], figures["in_flight"]
+        return cls({place: lines[place] for place in lines if place in plain}, plain, streams)
 
     def pays_from(self, place: tuple, steps: int) -> float | None:
         line = self.lines.get(place, {}).get(steps)
@@ -128,11 +130,11 @@ class Timed:
         return self.plain[place] / line.seconds(a) if line else None
 
 
-def rows_of(units: list[dict], streams: int) -> list[dict]:
-    """A row for each level, context and number of steps; streams: at most so many share a step (of so many prompts).
+def rows_of(units: list[dict]) -> list[dict]:
+    """A row for each level, context and number of steps.
 
-    pays_from: None for never. at_most: the speed-up if every draft is right. between: lowest and highest pays_from of
-    single repeats.
+    step_ms: of all that are in flight. pays_from: None for never. at_most: the speed-up if every draft is right.
+    between: lowest and highest pays_from of single repeats.
     """
     timed, rows, repeats = Timed.of(units), [], sorted({unit["repeat"] for unit in units})
     each = [Timed.of([unit for unit in units if unit["repeat"] == repeat]) for repeat in repeats if len(repeats) > 1]
@@ -142,7 +144,7 @@ def rows_of(units: list[dict], streams: int) -> list[dict]:
             between = [one.pays_from(place, steps) for one in each]
             rows.append({
                 "level": place[0], "context": place[1], "steps": steps, "most": most, "needs": needs,
-                "step_ms": 1000 * line.step * min(place[0], streams), "overhead_share": line.overhead / plain,
+                "step_ms": 1000 * line.step * timed.streams[place], "overhead_share": line.overhead / plain,
                 "spread": line.spread, "pays_from": needs if needs and needs <= most else None,
                 "share_right": share_right(max(1.0, needs), steps) if needs else None,
                 "between": [min(between), max(between)] if between and all(between) else None,
@@ -238,13 +240,13 @@ def token_note(version: str | None) -> str | None:
 
 
 # ---- the report ----
-def added(report: dict, units: list[dict], prompts: int, predictions: dict[str, dict | None],
+def added(report: dict, units: list[dict], predictions: dict[str, dict | None],
           others: dict[str, dict]) -> None:
     """Makes a report of simulated servers say what they tell. units: raw.jsonl's; others: {where: report.json}.
 
     Their texts are what the drafter made up and their speed-ups are nobody's: neither is left in it.
     """
-    timed, rows = Timed.of(units), rows_of(units, prompts)
+    timed, rows = Timed.of(units), rows_of(units)
     version = next((info["version"] for info in report["servers"].values()), None)
     checks = compared(timed, served_here(units, report["servers"]), "here")
     checks += [row for where, other in others.items() for row in compared(timed, served_before(other), where)]
@@ -315,7 +317,9 @@ def markdown(report: dict, plots: list[str]) -> str:
            *(f"- {said[0].upper()}{said[1:]}." for said in remarks(report)), ""]
     if found["checks"]:
         out += ["## Predicted beside measured", "", check_table(found["checks"]), ""]
-    out += ["## All that was measured", "", figures_table(report), "", how_measured(report), ""]
+    out += ["## All that was measured", "", figures_table(report), "", how_measured(report), "",
+            "Answers have from half to all of these tokens: in a simulated batch all are accepted alike, and equal "
+            "ones would end together.", ""]
     out += [f"- no {name}: {why}" for name, why in report.get("not_drawn", {}).items()]
     return "\n".join(out + [""] + [f"![{plot.partition('.')[0]}]({plot})" for plot in plots]) + "\n"
 

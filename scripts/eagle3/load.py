@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 import time
 from dataclasses import dataclass
@@ -114,13 +115,16 @@ class Sending:
     def __init__(self, connection: Connection, prompts: list[dict], sampling: dict, next_turn: NextTurn | None):
         self.connection, self.prompts, self.sampling, self.next_turn = connection, prompts, sampling, next_turn
         self.url = connection.url.rstrip("/") + "/generate"
-        self.bodies = [self.body(prompt["prompt_ids"]) for prompt in prompts]
+        self.bodies = [self.body(prompt["prompt_ids"], prompt.get("max_tokens")) for prompt in prompts]
         self.records: dict[int, list[dict]] = {}
         self.began, self.shown, self.session = 0.0, None, None
         self.gone = asyncio.Event()  # the server is
 
-    def body(self, ids: list[int]) -> bytes:
-        return json.dumps({"input_ids": ids, "sampling_params": self.sampling, "stream": True}).encode()
+    def body(self, ids: list[int], most: int | None = None) -> bytes:
+        """most: where this prompt's answer ends before those of the others."""
+        tokens = min(most or math.inf, self.sampling["max_new_tokens"])
+        sampling = {**self.sampling, "max_new_tokens": tokens}
+        return json.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True}).encode()
 
     def done(self) -> list[dict]:
         return [record for records in self.records.values() for record in records]

@@ -17,22 +17,33 @@ from eagle3.variants import DraftFolder, drafter_variants
 
 FOLDER, RANDOM, TRAINED = "break_even", "random", "trained"
 FEWEST_PROMPTS, WAVES = 8, 4  # of a unit: so many for each stream
+GOLDEN = (5 ** 0.5 - 1) / 2
 OFF = 0.1  # a simulated accept_length that is further from the one asked for is none
 
 
 def prompts_needed(level: int) -> int:
-    """Of a unit: at fixed length the first and the last wave weigh little among these."""
+    """Of a unit: the first and the last wave weigh little among these."""
     return max(FEWEST_PROMPTS, WAVES * level)
 
 
-def some(prompts: list[dict], level: int) -> list[dict]:
-    """Of each context as many as the highest level needs, in an order that mixes all sources."""
+def some(prompts: list[dict], level: int, max_tokens: int) -> list[dict]:
+    """Of each context as many as the highest level needs, in an order that mixes all sources.
+
+    Their answers have half to all of max_tokens: a simulated batch accepts alike, so equal ones would end together, and
+    prefills would come in waves that no traffic has.
+    """
     found = []
     for context in contexts_of(prompts):
         mixed = [prompt for prompt in prompts if prompt.get("context") == context]
         random.Random(0).shuffle(mixed)
-        found += mixed[:prompts_needed(level)]
+        found += [{**prompt, "max_tokens": tokens_of(number, max_tokens)}
+                  for number, prompt in enumerate(mixed[:prompts_needed(level)])]
     return found
+
+
+def tokens_of(number: int, most: int) -> int:
+    """From half of `most` to all, evenly however many prompts there are."""
+    return max(1, round(most * (0.5 + 0.5 * (number * GOLDEN % 1))))
 
 
 def set_up(args: argparse.Namespace, document: dict) -> dict[str, DraftFolder]:
