@@ -30,19 +30,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3.again import Again  # noqa: E402
 from eagle3.extraction import FULL, Extraction  # noqa: E402
+from eagle3.growth import grown_from  # noqa: E402
 from eagle3.incoming import clean_incoming, free_bytes, settle  # noqa: E402
 from eagle3.journal import Journal, write_bound, write_plan  # noqa: E402
 from eagle3.limits import Limits, leave_out_too_long, read_limits  # noqa: E402
 from eagle3.prefill_server import wait_until_ready  # noqa: E402
+from eagle3.reopening import CLOSED, STAGE, is_complete, open_folder  # noqa: E402
 from eagle3.responses import finished_parts  # noqa: E402
 from eagle3.samples import Sample, read_ids, read_samples  # noqa: E402
-from eagle3.stage import (UserError, bar, duration, log, open_stage, parse_args, read_manifest, run,  # noqa: E402
-                          sha256_file, write_manifest)
+from eagle3.stage import (UserError, bar, duration, log, parse_args, read_manifest, run, sha256_file,  # noqa: E402
+                          write_manifest)
 from eagle3.states import KINDS, facts_token_bytes, kind_of, token_bytes  # noqa: E402
 from eagle3.target import Target, text_config  # noqa: E402
 from eagle3.verify import complete_rows, read_report, redo_failed, verify  # noqa: E402
-
-STAGE = "03_extract"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,6 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--states", choices=KINDS, default=KINDS[0],
         help="how states are stored. bf16: as the target computes them; fp8: e4m3 with a scale for each layer of each "
              "token, half the bytes; fp8-aux: the captured layers so, the final state as it is. One kind a folder")
+    add("--close", action="store_true",
+        help="ask nobody: end the folder with what has landed; the rest counts as left out (closed). The same command "
+             "without --close goes on")
     add("--server-wait", type=float, default=1800, metavar="S",
         help="how long all servers may load, be away, hang or be busy (a restart, a full queue)")
     add("--request-timeout", type=float, default=900, metavar="S")
@@ -92,8 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_args(args) -> None:
+    args.base_url = args.base_url or []
     for flag in ("data_dir", "output_dir", "base_url"):
-        if not getattr(args, flag):
+        if not getattr(args, flag) and not (flag == "base_url" and args.close and not args.verify_again):
             raise UserError(f"--{flag.replace('_', '-')} is needed. See --help.")
     if args.concurrency < 1 or min(args.max_length, args.limit, args.verify_positions, args.verify_again) < 0:
         raise UserError("--concurrency must be at least 1, --max-length, --limit, --verify-positions and "
@@ -102,6 +106,9 @@ def check_args(args) -> None:
     if not (args.request_timeout > 0 and args.log_interval > 0 and args.server_wait >= 0 and args.max_failed >= 0):
         raise UserError("--request-timeout and --log-interval must be above 0, "
                         "--server-wait and --max-failed at least 0.")
+    if args.max_disk_gb is not None and args.close:
+        raise UserError("--close is not for --max-disk-gb: 04_train.py --follow has planned its steps by all samples, "
+                        "and its checkpoints hold what was released.")
     if args.max_disk_gb is not None and (not 0 < args.max_disk_gb < math.inf or args.verify):
         raise UserError("--max-disk-gb must be above 0, and --verify is not for it: "
                         "04_train.py --follow checks each sample before it trains on it.")
@@ -231,21 +238,33 @@ def watch(job: Extraction, progress: Progress) -> None:
     job.check_failed()
 
 
-def extract_missing(job: Extraction) -> None:
-    """Extract what is not in place yet. Raises UserError."""
+def left_out(job: Extraction) -> set[str]:
+    """Of --close: the ids of what is not in place and shall not come. Raises UserError where nothing has landed."""
+    ids = {sample.id for sample in job.to_do}
+    log(f"closing with {job.total - len(ids) - len(job.quarantine.reasons):,} of {job.total:,} samples | quarantined "
+        f"{len(job.quarantine.reasons):,} | left out {len(ids):,}")
+    if len(ids) + len(job.quarantine.reasons) == job.total:
+        raise UserError(f"{job.folder}: no sample has landed, so there is nothing to close with. Run this without "
+                        "--close.")
+    return ids
+
+
+def extract_missing(job: Extraction) -> set[str]:
+    """Extract what is not in place yet; nothing is left out. Raises UserError."""
     progress = Progress(job)
     truncated = sum(sample.truncated for sample in job.samples)
     log(f"samples {job.total:,} | in place {progress.in_place:,} | quarantined {len(job.quarantine.reasons):,} "
         f"| to do {len(job.to_do):,} | tokens to do {progress.tokens_to_do:,} | truncated {truncated:,}")
     job.check_failed()
     if not job.to_do:
-        return
+        return set()
     leave_out_unfit(job, check_servers(job))
     progress = Progress(job)
     forecast(job, progress.tokens_to_do)
     progress.began = progress.last_log = time.monotonic()
     watch(job, progress)
     progress.end()
+    return set()
 
 
 # ---- the stage ----
@@ -267,44 +286,10 @@ def complete_manifest(args, job: Extraction, samples: list[Sample], dropped, inp
     write_manifest(job.folder, STAGE, config={"max_length": args.max_length, "limit": args.limit},
                    inputs=inputs, counts=counts,
                    versions={"sglang": facts["sglang_version"], "patch": facts["patch_hash"]}, **facts,
-                   index_sha256=index_sha256, **({"bounded": True} if args.max_disk_gb else {}))
+                   index_sha256=index_sha256, **({"bounded": True} if args.max_disk_gb else {}),
+                   **({"closed": dropped[CLOSED]} if dropped[CLOSED] else {}), **grown_from(job.folder))
     log(f"kept {counts['kept']:,} | dropped {dict(dropped)} | truncated {counts['truncated']:,} | "
         f"tokens {counts['tokens']:,}")
-
-
-def open_folder(args, folder: Path, inputs: dict):
-    """The lock of the output folder, to be kept. Raises UserError: begun with another config, or at work.
-
-    Until a sample has landed any config goes: what 03 advises before must be possible in the folder that hears it.
-    """
-    landed, bounded = folder / "landed.jsonl", {"bounded": True} if args.max_disk_gb else {}
-    states = {"states": args.states} if args.states != KINDS[0] else {}  # as in folders of before there were others
-    config = {"max_length": args.max_length, "limit": args.limit, "inputs": inputs} | states | bounded
-
-    def renew(old: dict) -> dict | None:
-        if not landed.exists() or not landed.stat().st_size:
-            return None
-        if kind_of(old) != args.states:
-            raise UserError(f"{folder}: begun with --states {kind_of(old)}, now {args.states}. One folder cannot hold "
-                            "both: use the old value or another folder.")
-        return old if bounded else old | {"limit": args.limit}  # bounded: 04 has planned its releases by all samples
-
-    lock = open_stage(folder, config, set(), renew)
-    if not bounded:
-        (folder / "bound.json").unlink(missing_ok=True)  # of a begin without samples
-    return lock
-
-
-def is_complete(args, folder: Path) -> bool:
-    """Whether manifest.json stands there, and for this --limit; one for another goes."""
-    path = folder / "manifest.json"
-    if not path.exists():
-        return False
-    before = read_manifest(folder, STAGE).get("config", {}).get("limit", 0)
-    if before != args.limit:
-        log(f"complete with --limit {before}, now {args.limit}: going on")
-        path.unlink()
-    return before == args.limit
 
 
 def begin_again(args, samples: list[Sample], facts: dict, parts: list[Path], journal: Journal, incoming: Path):
@@ -354,10 +339,10 @@ def extract(args) -> None:
     write_plan(folder, samples)
     clean_incoming(incoming, folder)
     job = Extraction(args, samples, parts, journal, incoming)
-    extract_missing(job)
+    closed = left_out(job) if args.close else extract_missing(job)
     clean_incoming(incoming, folder)
 
-    samples = [sample for sample in samples if sample.id not in job.quarantine.reasons]
+    samples = [sample for sample in samples if sample.id not in job.quarantine.reasons.keys() | closed]
     if not samples:
         raise UserError(f"{job.quarantine.path}: every sample failed. "
                         "Mend the cause, then run this with --redo-failed.")
@@ -365,8 +350,9 @@ def extract(args) -> None:
     if args.verify:
         again = begin_again(args, samples, journal.facts, parts, journal, incoming)
         verify(args, samples, journal.rows, journal.facts, parts, folder, again)
-    dropped.update(job.quarantine.reasons.values())
-    job.deaths.forget()
+    dropped.update([*job.quarantine.reasons.values(), *[CLOSED] * len(closed)])
+    if not closed:
+        job.deaths.forget()
     complete_manifest(args, job, samples, dropped, inputs, index_sha256)
 
 

@@ -223,6 +223,7 @@ class Follow:
         told = time.monotonic() - 25  # the first line comes soon
         while (open_ones := [sample for sample in samples if not self.known(sample)]) and not self.stopped():
             self.poll()
+            self.refuse_closed(open_ones)
             if time.monotonic() - told > 30 and open_ones[0].id not in self.there:
                 told = time.monotonic()
                 self.process.say(f"waiting for sample {open_ones[0].id} and {len(open_ones) - 1} more | "
@@ -231,6 +232,17 @@ class Follow:
                     raise UserError(f"{self.folder}/bound.json: 03's --max-disk-gb is smaller than when this began. "
                                     "Run the same command again.")
             time.sleep(0.02)
+
+    def refuse_closed(self, samples: list[Sample]) -> None:
+        """Raises UserError where 03 has ended its folder (--close) without one of these."""
+        if not (self.folder / "manifest.json").exists():
+            return
+        closed = read_manifest(self.folder, "03_extract").get("closed")
+        if closed and any(sample.id not in self.landed for sample in samples):
+            raise UserError(f"{self.folder}: 03_extract.py --close left out {closed:,} of the samples by which this "
+                            "run has planned its steps. Train on what landed without --follow, in another "
+                            "--output-dir (--finetune-from keeps what was learnt here), or let 03 go on without "
+                            "--close.")
 
     def silence(self) -> str:
         silent = time.time() - (self.folder / "landed.jsonl").stat().st_mtime

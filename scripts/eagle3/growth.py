@@ -1,0 +1,62 @@
+"""A folder that was complete and goes on: with a higher limit, more prompts or responses, or after `--close`.
+
+What it was stays beside it: before/<n>/ holds the manifest.json and index.jsonl that stood there (hard links, which
+take no room), and each later manifest names them in `grown_from`. So who began on the smaller folder finds it again: 02
+says what its map covers of the larger one, a run of 04 goes on with the samples that it began with.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from eagle3.stage import read_json, read_manifest, sha256_file, sync_folder
+
+KEPT = ("manifest.json", "index.jsonl")
+
+
+def set_back(folder: Path, stage: str) -> None:
+    """`folder` is not complete any more; what it was is kept. A kill leaves it as before, or as afterwards."""
+    number = len(read_manifest(folder, stage).get("grown_from", [])) + 1
+    place = folder / "before" / str(number)
+    if not place.exists():
+        temporary = place.with_suffix(".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name in KEPT:
+            if (folder / name).exists():
+                link(folder / name, temporary / name)
+        sync_folder(temporary)
+        os.rename(temporary, place)
+        sync_folder(place.parent)
+    (folder / "manifest.json").unlink()
+
+
+def link(path: Path, place: Path) -> None:
+    """Every file of a stage is replaced as a whole and never changed, so that a second name holds what it was."""
+    try:
+        os.link(path, place)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, place)
+        sync_folder(place)
+
+
+def earlier(folder: Path) -> list[Path]:
+    """The folders before/<n>/, the oldest first."""
+    places = [place for place in folder.glob("before/*") if place.name.isdecimal()]
+    return sorted(places, key=lambda place: int(place.name))
+
+
+def grown_from(folder: Path) -> dict:
+    """What a manifest says of the folder's earlier states: nothing where there are none. Raises UserError."""
+    found = [{"manifest": sha256_file(place / "manifest.json"),
+              "kept": read_json(place / "manifest.json").get("counts", {}).get("kept")} for place in earlier(folder)]
+    return {"grown_from": found} if found else {}
+
+
+def as_of(folder: Path, manifest_sha256: str) -> Path:
+    """Where the manifest with this hash lies: in `folder`, or in that one of before/; `folder` where nowhere."""
+    for place in (folder, *earlier(folder)):
+        if (place / "manifest.json").exists() and sha256_file(place / "manifest.json") == manifest_sha256:
+            return place
+    return folder
