@@ -53,6 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, help="hidden_states/ (needed)")
     add("--base-url", action="append", help="a patched SGLang server; repeat for several (needed)")
     add("--capture-dir", type=Path, help="the servers' EAGLE3_CAPTURE_DIR (default: <output-dir>/.incoming)")
+    add("--states-url", action="append", metavar="URL",
+        help="states come from scripts/offer_states.py at this address, on a server's host, instead of through a "
+             "shared folder; one for each --base-url, in their order, or one for all")
+    add("--states-token-env", metavar="VAR", help="environment variable that holds the token of offer_states.py")
     add("--api-key-env", metavar="VAR", help="environment variable that holds the servers' key (their --api-key)")
     add("--concurrency", type=int, default=32, help="requests in flight, over all servers")
     add("--max-length", type=int, default=0, metavar="T",
@@ -148,6 +152,7 @@ def check_servers(job: Extraction) -> list[Limits]:
     """
     limits = []
     wait_until_ready(job.servers, job.args.server_wait)
+    job.greet_sources()
     for server in job.servers:
         try:
             limits.append(read_limits(server))
@@ -156,7 +161,8 @@ def check_servers(job: Extraction) -> list[Limits]:
                             "Start it, or mend --base-url.") from None
     if job.room:
         try:
-            settle(job.servers, job.incoming, job.folder, read_ids(job.parts, job.to_do[0])[0])
+            settle(job.servers, job.incoming, job.folder, read_ids(job.parts, job.to_do[0])[0], job.left_there)
+            job.tidy()
         except OSError as error:
             raise UserError(f"{', '.join(server.url for server in job.servers)}: no answer ({type(error).__name__}). "
                             "Start the server again, then run the same command.") from None
@@ -341,6 +347,7 @@ def extract(args) -> None:
     job = Extraction(args, samples, parts, journal, incoming)
     closed = left_out(job) if args.close else extract_missing(job)
     clean_incoming(incoming, folder)
+    job.tidy()
 
     samples = [sample for sample in samples if sample.id not in job.quarantine.reasons.keys() | closed]
     if not samples:

@@ -92,6 +92,7 @@ class Again(Extraction):
         if self.stop is not None:
             raise self.stop
         clean_incoming(self.incoming, self.folder)
+        self.tidy()
         self.deaths.forget()
         names = [str(layer) for layer in layer_list(self.facts)] + ["last"]
         largest = {name: round(max((errors[at] for errors in self.errors.values()), default=0.0), 6)

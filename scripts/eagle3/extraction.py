@@ -36,6 +36,7 @@ from eagle3.prefill_server import Busy, Hung, Lost, Quarantined, Retry, Server, 
 from eagle3.samples import Sample, read_ids
 from eagle3.stage import UserError, log
 from eagle3.states import KINDS, StateFile, check_header, check_ids, kind_of, sample_path
+from eagle3.states_client import Away, sources_of
 
 ATTEMPTS = 3          # of one sample, where the server answered
 DEATHS = 2            # of servers while they had one sample, the last time nothing else: because of it
@@ -86,6 +87,7 @@ class Extraction:
         self.args, self.parts, self.journal, self.folder, self.incoming = args, parts, journal, journal.folder, incoming
         key = api_key(args.api_key_env)
         self.servers = [Server(url, key) for url in args.base_url]
+        self.sources = dict(zip(self.servers, sources_of(args)))  # of states on other hosts; {} through a shared folder
         if args.max_disk_gb:
             self.mend_released(samples)
         self.room = Room(self.folder, int(args.max_disk_gb * 1e9), journal) if args.max_disk_gb else None
@@ -98,7 +100,7 @@ class Extraction:
             self.to_do.sort(key=lambda sample: plan_order(sample.id))
         self.samples, self.total = samples, len(samples)
         # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
-        self.name = f"{run_prefix(self.folder)}{os.getpid()}-{int(time.time())}"
+        self.name = f"{run_prefix(self.folder, bool(self.sources))}{os.getpid()}-{int(time.time())}"
         self.work: queue.SimpleQueue = queue.SimpleQueue()
         self.lock, self.turn, self.gate = threading.Lock(), threading.Lock(), Gate()
         self.stop: BaseException | None = None
@@ -269,13 +271,18 @@ class Extraction:
         finally:
             with self.lock:
                 server.in_flight -= 1
+            if server in self.sources:
+                self.sources[server].drop(run, sample.id)
 
     def wait(self, folder: Path, sample: Sample, server: Server, epoch: int) -> Path | None:
         """The file of `sample` once it is whole; None when the run is to stop. Raises Lost and what its .error says."""
         path, failed = folder / f"{sample.id}.safetensors", folder / f"{sample.id}.error"
         asked = time.monotonic()
         pause = 0.002
+        source = self.sources.get(server)
         while not self.stopped():
+            if source:
+                asked += source.bring(folder.name, sample.id, folder, self.stopped)
             if path.exists():
                 self.last_file = time.monotonic()
                 return path
@@ -289,7 +296,7 @@ class Extraction:
             if waited > FIRST_FILE_S and not server.working():
                 asked = time.monotonic()  # what hangs does not write
             elif waited > FIRST_FILE_S and self.last_file is None and not any(self.incoming.rglob("*.safetensors*")):
-                raise UserError(f"{server.url} answered, but nothing appeared in {self.incoming}. "
+                raise UserError(f"{server.url} answered, but nothing appeared in {self.where(server)}. "
                                 f"{server.how_to_capture()} and start it with EAGLE3_CAPTURE_DIR set to that folder."
                                 + ("" if self.args.states == KINDS[0] else " A patch from before there was --states "
                                    f"{self.args.states} knows nothing of it: apply it anew."))
@@ -301,6 +308,36 @@ class Extraction:
             pause = min(0.05, pause * 1.5)
         return None
 
+    def where(self, server: Server) -> str:
+        """The folder into which it should capture."""
+        source = self.sources.get(server)
+        return f"{source.where()} ({source.url})" if source else str(self.incoming)
+
+    def greet_sources(self) -> None:
+        """The states servers are there, and nothing of an earlier process is left in them. Raises UserError."""
+        for source in set(self.sources.values()):
+            source.greet()
+            source.clean(run_prefix(self.folder, remote=True))
+            log(f"states come from {source.url} | {source.where()} | "
+                f"disk free there {source.about.get('free_bytes', 0) / 1e9:,.1f} GB")
+
+    def left_there(self) -> list:
+        """What runs into this folder have on other hosts. Raises OSError where one is away, UserError."""
+        try:
+            return [tuple(row) for source in set(self.sources.values())
+                    for row in source.left(run_prefix(self.folder, remote=True))]
+        except Away as error:
+            raise ConnectionError(str(error)) from None
+
+    def tidy(self) -> None:
+        """Nothing is left on other hosts of what they captured for this folder. One that is away is only told of."""
+        for source in set(self.sources.values()):
+            try:
+                source.clean(run_prefix(self.folder, remote=True))
+            except Away as error:
+                log(f"{source.url} is away ({error}): what 03 did not take lies in {source.where()} until the next 03 "
+                    "of this folder")
+
     def told(self, kind: str, text: str, server: Server) -> Exception:
         """What to raise for a line of a sample's .error; patches/eagle3_capture.py names the kinds."""
         if kind == "data":
@@ -311,10 +348,10 @@ class Extraction:
             server.busy(text)
             return Busy(f"{server.url}: {text}")
         if kind == "write" and any(f"Errno {number}" in text for number in FULL):
-            return UserError(f"{self.incoming}: the disk is full ({free_bytes(self.folder) / 1e9:,.1f} GB free now). "
-                             "Make room and run the same command again.")
+            free = "" if server in self.sources else f" ({free_bytes(self.folder) / 1e9:,.1f} GB free now)"
+            return UserError(f"{self.where(server)}: the disk is full{free}. Make room and run the same command again.")
         if kind == "write":
-            return UserError(f"{self.incoming}: {server.url} cannot write there ({text}). "
+            return UserError(f"{self.where(server)}: {server.url} cannot write there ({text}). "
                              "Mend that and run this again.")
         return UserError(f"{server.url}: {text} Start the server anew, then run the same command again.")
 

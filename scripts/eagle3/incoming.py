@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import time
 from pathlib import Path
+from typing import Callable
 
 PREFILL = {"max_new_tokens": 1, "temperature": 0}  # the least that a server can be asked for
 
@@ -34,13 +36,17 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def run_prefix(folder: Path) -> str:
-    """What the names of all runs into an output folder begin with."""
-    return f"{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-"
+def run_prefix(folder: Path, remote: bool = False) -> str:
+    """What the names of all runs into an output folder begin with.
+
+    remote: for capture folders of other hosts, where another host's 03 may have a folder of the same path.
+    """
+    place = f"{socket.gethostname()}:{folder}" if remote else str(folder)
+    return f"{hashlib.sha256(place.encode()).hexdigest()[:12]}-"
 
 
 def own_runs(incoming: Path, folder: Path) -> list[Path]:
-    return list(incoming.glob(f"{run_prefix(folder)}*"))
+    return [path for remote in (False, True) for path in incoming.glob(f"{run_prefix(folder, remote)}*")]
 
 
 def clean_incoming(incoming: Path, folder: Path) -> None:
@@ -49,20 +55,20 @@ def clean_incoming(incoming: Path, folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def settle(servers: list, incoming: Path, folder: Path, token: int) -> None:
+def settle(servers: list, incoming: Path, folder: Path, token: int, remote: Callable[[], list] = list) -> None:
     """After a kill a server may still write what the dead process asked for, which no bound counts.
 
     It works in order: once it has answered a request sent now, those files are begun, if not whole. Wait until nothing
-    changes any more, then remove them. servers: extraction.Server; token: any of the target's. Raises OSError where a
-    server does not answer.
+    changes any more, then remove them. servers: extraction.Server; token: any of the target's; remote: what lies on
+    other hosts. Raises OSError where a server does not answer.
     """
     body = json.dumps({"input_ids": [token], "sampling_params": PREFILL}).encode()
     for server in servers:
         server.ask("POST", "/generate", body, 600)
 
     def left() -> list:
-        return sorted((path.name, path.stat().st_size)
-                      for run in own_runs(incoming, folder) for path in run.glob("*.safetensors*"))
+        return remote() + sorted((path.name, path.stat().st_size)
+                                 for run in own_runs(incoming, folder) for path in run.glob("*.safetensors*"))
 
     before, deadline = None, time.monotonic() + 60
     while time.monotonic() < deadline:

@@ -52,13 +52,16 @@ class Hung(Exception):
 
 def api_key(variable: str | None) -> str | None:
     """The key in this environment variable. Raises UserError."""
-    if not variable:
-        return None
+    return secret_of(variable, "--api-key-env") if variable else None
+
+
+def secret_of(variable: str, flag: str) -> str:
+    """The key in the environment variable that `flag` names; it is never shown. Raises UserError."""
     key = os.environ.get(variable, "").strip()  # a file's line end is no part of a key
     if not key:
-        raise UserError(f"--api-key-env {variable}: this variable is empty. Export the key in it.")
+        raise UserError(f"{flag} {variable}: this variable is empty. Export the key in it.")
     if not key.isascii() or not key.isprintable():
-        raise UserError(f"--api-key-env {variable}: the key in it has characters that no HTTP header can carry. "
+        raise UserError(f"{flag} {variable}: the key in it has characters that no HTTP header can carry. "
                         "Export it anew.")
     hide(key)
     return key
