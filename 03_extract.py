@@ -5,7 +5,8 @@
 
 The server: patches/sglang_patch.py apply, then start it with EAGLE3_CAPTURE_DIR=<output-dir>/.incoming,
 EAGLE3_CAPTURE_LAYERS=3,31,59 and --disable-radix-cache. It sees this machine's output folder (one machine, or a shared
-file system). It writes each sample whole; this script sends token ids, checks what arrives and renames it into place.
+file system), or scripts/offer_states.py beside it hands out its own (--states-url). It writes each sample whole; this
+script sends token ids, checks what arrives and renames it into place.
 
 More data than disk: with --max-disk-gb the samples present never take more than that; when they do, 03 waits until a
 `04_train.py --follow` beside it has trained on some and released them (released.jsonl). What was released counts as

@@ -2,6 +2,7 @@
 
     python3 scripts/plan.py --config configs/kimi-k2.5-10k.yaml --train-gpus 4
     python3 scripts/plan.py --samples 37312 --mean-length 2353 --train-gpus 4 --disk 4T
+    python3 scripts/plan.py --config configs/kimi-k2.5-100k.yaml --hosts 2 --train-gpus 4    # machines like each other
     python3 scripts/plan.py --known          # against two runs whose figures are known; exit 1 where one is 10 % off
 
 Flags win over the run file, the run file over the defaults (Kimi-K2.5 on 8x RTX PRO 6000). Rates are flags too: their

@@ -90,6 +90,27 @@ def test_a_drafter_with_latent_attention():
     assert found["train_rate"] > other["train_rate"]
 
 
+def test_several_hosts_by_hand():
+    """Two hosts extract and train in half the time; what goes between them, and lies on the other one, is counted."""
+    one, two = figures("--train-gpus", 4), figures("--train-gpus", 4, "--hosts", 2)
+    states, trained = one["hidden_states_bytes"], one["draft_parameters"]
+    assert two["extract_hours"] == one["extract_hours"] / 2 and two["hidden_states_bytes"] == states
+    assert two["train_hours"] == pytest.approx(figures("--train-gpus", 8)["train_hours"])
+    assert two["train_read_rate"] == one["train_read_rate"]  # of each host
+    assert two["states_sent_a_host"] == two["states_received"] == states / 2 and two["data_copied"] == states
+    assert two["states_a_second"] == 2800 * 57349
+    assert two["network_bytes_a_step"] == pytest.approx(2 * 7 / 8 * 2 * trained)
+    assert two["network_bytes_a_host"] == pytest.approx(two["network_bytes_a_step"] * two["train_steps"])
+    assert two["disk_bytes"] == one["disk_bytes"] and two["other_host_bytes"] == states
+    assert not two.keys() - one.keys() & figures("--hosts", 1).keys() and "another host" not in run().stdout
+    assert "data_copied" not in figures("--hosts", 2, "--max-disk-gb", 100)  # --follow: one folder for all
+    three = figures("--hosts", 3, "--states", "fp8")
+    assert three["states_received"] == pytest.approx(2 * three["states_sent_a_host"])
+    assert run("--hosts", "0").stderr == "plan: --hosts 0 must be above 0.\n"
+    shown = run("--train-gpus", 4, "--hosts", 2).stdout
+    assert "by the first host: the shares of 1 others" in shown and "a ring over 8 GPUs" in shown
+
+
 def test_target_bytes_of_the_tiny_target():
     found = figures("--target-config", TINY_KIMI / "config.json")["target_bytes"]
     assert found == pytest.approx((TINY_KIMI / "model.safetensors").stat().st_size, rel=0.05)

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from eagle3.drafter import Shape
+from eagle3.host_plan import host_figures
 from eagle3.mla import latent_of
 from eagle3.recipe import usual_kv_heads
 from eagle3.stage import UserError, raising, read_json
@@ -64,7 +65,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--unpacked", action="store_true", help="another trainer: each step takes one sample")
     add("--gpus", type=int, default=8, help="that serve the target")
     add("--gpu-memory", type=float, default=96, metavar="GB", help="of one of them")
-    add("--train-gpus", type=int, default=1)
+    add("--train-gpus", type=int, default=1, help="that train, on each host")
+    add("--hosts", type=int, default=1, metavar="N",
+        help="machines like this one, each with a server for 03 and with --train-gpus for 04 (configs/README.md)")
     add("--disk", metavar="SIZE|DIR",
         help="free disk, as 4T, 900G, 4.6TiB, or a folder whose disk is asked (default: the run folder's)")
     add_rates(add)
@@ -134,7 +137,7 @@ def run_folders(run: dict) -> set[Path]:
 def check_settings(a: argparse.Namespace) -> None:
     """Raises UserError."""
     for name in ("samples", "mean_length", "epochs", "max_steps", "batch_tokens", "ttt_steps", "gpus", "gpu_memory",
-                 "train_gpus", "gpu_tflops", "train_efficiency", "train_rate", "extract_rate", "generate_rate",
+                 "train_gpus", "hosts", "gpu_tflops", "train_efficiency", "train_rate", "extract_rate", "generate_rate",
                  "count_rate", "stream_rate", "max_disk_gb"):
         value = getattr(a, name)
         if value is not None and not all(0 < one < math.inf for one in (value if isinstance(value, list) else [value])):
@@ -268,12 +271,14 @@ class Forecast:
     def __init__(self, a: argparse.Namespace, folders: tuple | set = ()):
         """a: the settings, checked; folders: what lies in them is written already."""
         self.a, self.figures, self.rows, self.problems = a, {}, [], []
+        self.ranks = a.train_gpus * a.hosts
         self.target = target_sizes(a.target_config)
         self.shape = drafter_shape(self.target, a.draft_vocab_size, a.num_kv_heads, a.architecture)
         self.per_token = token_bytes(self.shape.hidden, "bfloat16", a.capture_layers, a.states)
         self.generating()
         self.extracting()
         self.training()
+        self.rows += [(stage, key.replace("_", " "), size(value), how) for stage, key, value, how in self.between()]
         self.benchmarking()
         self.fitting(folders)
 
@@ -321,10 +326,11 @@ class Forecast:
         if a.max_disk_gb and a.max_disk_gb * 1e9 < states:
             self.put("03", "states_on_disk", a.max_disk_gb * 1e9, size(a.max_disk_gb * 1e9),
                      "--max-disk-gb; 04 --follow releases what it has trained on")
-        slow, fast = (tokens / rate / 3600 for rate in a.extract_rate)
+        slow, fast = (tokens / rate / a.hosts / 3600 for rate in a.extract_rate)
         self.figures["extract_hours_low"] = fast
         self.put("03", "extract_hours", slow, f"{hours(fast)} to {hours(slow)}",
-                 f"tokens / {a.extract_rate[1]:,.0f} to {a.extract_rate[0]:,.0f} tok/s")
+                 f"tokens / {a.extract_rate[1]:,.0f} to {a.extract_rate[0]:,.0f} tok/s"
+                 + (f" / {a.hosts} hosts" if a.hosts > 1 else ""))
 
     def counted(self, layers: int) -> str:
         """The states of a token in words."""
@@ -353,11 +359,12 @@ class Forecast:
         saves = 0 if a.unpacked else saves
         validating = saves * (a.samples - n_train) * cut / 3
         also = f" + {saves} validations x {(a.samples - n_train) * cut / 1e6:,.2f}M / 3" if validating else ""
-        all_gpus, epoch = rate * a.train_gpus, n_train * cut
+        all_gpus, epoch = rate * self.ranks, n_train * cut
         took = (passes * epoch + validating) / all_gpus / 3600
         self.put("04", "train_hours", took, hours(took), f"({passes:.3g} x {epoch / 1e6:,.2f}M tokens{also}) / "
-                 f"({rate:,.0f} tok/s x {a.train_gpus} GPUs)")
-        self.put("04", "train_read_rate", all_gpus * self.per_token, f"{all_gpus * self.per_token / 1e9:.1f} GB/s "
+                 f"({rate:,.0f} tok/s x {self.ranks} GPUs)")
+        host_reads = rate * a.train_gpus * self.per_token
+        self.put("04", "train_read_rate", host_reads, f"{host_reads / 1e9:.1f} GB/s "
                  "from disk", f"{self.per_token:,} bytes x {rate:,.0f} tok/s x {a.train_gpus} GPUs")
         kept = ADAM * trained * (a.keep_checkpoints + 1)
         self.put("04", "checkpoint_bytes", kept, size(kept),
@@ -370,12 +377,18 @@ class Forecast:
             self.put("04", "train_steps", a.epochs * n_train, f"{a.epochs * n_train:,}",
                      f"{a.epochs} epochs x floor({a.samples:,} x (1 - {a.val_ratio:g})), one sample a step")
             return a.epochs
-        in_epoch = math.ceil(n_train * cut / (a.batch_tokens * FILL * a.train_gpus))
+        in_epoch = math.ceil(n_train * cut / (a.batch_tokens * FILL * self.ranks))
         steps = min(a.epochs * in_epoch, a.max_steps or 10**12)
         self.put("04", "train_steps", steps, f"{steps:,}", f"{a.epochs} epochs x {n_train:,} x {cut:,.0f} tokens / "
-                 f"({a.batch_tokens:,} x {FILL:.2f} full x {a.train_gpus} GPUs)"
+                 f"({a.batch_tokens:,} x {FILL:.2f} full x {self.ranks} GPUs)"
                  + (f", at most {a.max_steps:,}" if a.max_steps else ""))
         return steps / in_epoch
+
+    def between(self) -> list:
+        """Rows of what several hosts add."""
+        rows = host_figures(self.a, self.figures, self.per_token)
+        self.figures |= {key: value for _, key, value, _ in rows}
+        return rows
 
     def benchmarking(self) -> None:
         a = self.a
