@@ -29,11 +29,12 @@ import eagle3.stage
 from conftest import CAPTURE_LAYERS, ONE_AT_A_TIME, ROOT, TINY_KIMI, Engine, free_port, load_script
 from eagle3 import extraction, verify as verifying
 from eagle3.api import discover
-from eagle3.incoming import own_runs
+from eagle3.incoming import own_runs, run_prefix
 from eagle3.journal import Journal
 from eagle3.limits import read_limits
 from eagle3.prefill_server import Server
 from eagle3.states import SAME_CAPTURE, StateFile, check_header, sample_path
+from eagle3.states_server import StatesServer
 from stand_in import StandIn, capture_hash, captured, extract_here, file_of, let_go, write_responses
 from test_capture import text_model
 
@@ -139,6 +140,18 @@ def test_the_limits_that_are_read_are_where_the_engine_says_no(server):
         body = {"input_ids": [300] * (limits.longest + longer), "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         answers.append(httpx.post(f"{server.url}/generate", json=body, timeout=120).status_code)
     assert answers == [400, 200] and limits.longest < min(limits.context, limits.pool)
+
+
+def test_over_http_the_real_engine_gives_the_same_files(undisturbed, responses, server, capture_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("STATES_TOKEN", "a-token-of-this-test")
+    with StatesServer(("127.0.0.1", 0), capture_dir, "a-token-of-this-test") as offer:
+        threading.Thread(target=offer.serve_forever, args=(0.01,), daemon=True).start()
+        extract(responses, tmp_path / "o", server.url, tmp_path / "incoming", "--limit", 12, "--states-url",
+                f"http://127.0.0.1:{offer.server_port}", "--states-token-env", "STATES_TOKEN")
+        offer.shutdown()
+    found = {path.relative_to(tmp_path / "o"): path.read_bytes() for path in (tmp_path / "o").glob("??/*.safetensors")}
+    assert len(found) == offer.files == 12 and found == {name: (undisturbed / name).read_bytes() for name in found}
+    assert not list(capture_dir.glob(f"{run_prefix(tmp_path / 'o', remote=True)}*"))
 
 
 def test_complete_already(undisturbed, responses, capture_dir):

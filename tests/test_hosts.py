@@ -114,6 +114,17 @@ def test_what_differs_is_named_on_both_sides():
         f"--data-dir {'1' * 12}+{'4' * 12}", f"--data-dir {'1' * 12}+{'2' * 12}")
 
 
+def test_to_follow_all_hosts_need_one_folder(monkeypatch, tmp_path):
+    """A copy of 03's folder lands no samples."""
+    (tmp_path / "plan.jsonl").write_text("{}\n")
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    here, copy = (hosts.identity(folder / "plan.jsonl") for folder in (tmp_path, tmp_path / "copy"))
+    assert here != copy and here == hosts.identity(tmp_path / "plan.jsonl") and hosts.identity(tmp_path / "none") is None
+    process = gathered(monkeypatch, [("nodea", {}, here), ("nodeb", {}, copy)])
+    with pytest.raises(UserError, match="^rank 1 on nodeb sees another .*plan.jsonl than rank 0 on nodea. With --follow"):
+        hosts.agree(process, {"inputs": {}}, tmp_path / "plan.jsonl")
+
+
 def test_a_problem_of_one_rank_is_everyones(monkeypatch):
     def fails():
         raise UserError("/b: no such folder.")

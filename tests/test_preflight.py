@@ -232,6 +232,14 @@ def test_a_fault_of_the_run_file_is_found(change, text, run_file, capsys):
     assert found and all(text in line for line in found), found
 
 
+def test_a_capture_folder_of_another_host_need_not_be_03s(run_file, capsys):
+    def remote(run):
+        run["servers"]["extract"]["env"]["EAGLE3_CAPTURE_DIR"] = "/data/incoming"
+        run["extract"] |= {"states-url": ["http://gpu-host:31000"], "states-token-env": "STATES_TOKEN"}
+
+    assert errors(capsys, run_file(remote)) == []
+
+
 def check_one_url(url: str, capsys, section="extract") -> tuple[list, str]:
     found = Findings()
     run = {"generate": {}, "build_vocab": {}, "extract": {}, "train": {}, "benchmark": {}, "servers": {}, section: {"base-url": [url]}}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import uuid
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -89,13 +90,31 @@ def brief(value: object) -> str:
 
 # ---- the folders of each host ----
 def identity(path: Path) -> tuple | None:
-    """Two ranks that see one file find the same; None without it. Opened, so that NFS asks its server."""
+    """Two ranks that see one file, written long ago, find the same; None without it. Opened: NFS asks its server."""
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def seen_of(process: Process, folder: Path, marks: bool) -> list[str | None]:
+    """Of each rank, which of the ranks' marks it sees in its `folder`, the first one; two that see one share it.
+
+    marks: whether this rank leaves one. A name that nobody has asked for before is in no cache of NFS.
+    """
+    if process.world == 1:
+        return [None]
+    mark = folder / f".{uuid.uuid4().hex}.seen"
+    if marks:
+        mark.touch()
+    try:
+        names = all_ranks(mark.name if marks else None, process)
+        return all_ranks(next((name for name in names if name and (folder / name).exists()), None), process)
+    finally:
+        if marks:
+            mark.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -105,14 +124,16 @@ def opened(process: Process, output: Path, open_folder: Callable[[], IO], data: 
     open_folder: locks it (stage.open_stage); data: folders of samples. Yields the process, which then knows the ranks
     `near` it. Raises UserError on all ranks.
     """
-    marker, leads = output / "stage.json", int(os.environ.get("LOCAL_RANK", 0)) == 0
+    leads = int(os.environ.get("LOCAL_RANK", 0)) == 0
     with contextlib.ExitStack() as locks:
         if lock := on_all(process, lambda: open_folder() if process.rank == 0 else None):
             locks.enter_context(lock)
-        apart = identity(marker) != all_ranks(identity(marker), process)[0]
+        first, *_ = seen = seen_of(process, output, process.rank == 0)
+        apart = seen[process.rank] != first
         if lock := on_all(process, lambda: open_folder() if apart and leads else None):
             locks.enter_context(lock)
-        sees = (identity(marker), *(identity(folder / "manifest.json") for folder in data))
+        seen = seen_of(process, output, process.rank == 0 or apart and leads)
+        sees = (seen[process.rank], *(identity(folder / "manifest.json") for folder in data))
         last = max((step for step, _ in checkpoints(output)), default=0)
         parts = all_ranks((socket.gethostname(), sees, last, str(output)), process)
         refuse_moved(parts)
@@ -124,9 +145,9 @@ def refuse_moved(parts: list[tuple]) -> None:
 
     parts: of each rank its host, what it sees, its last checkpoint's step, its output folder.
     """
-    first, (marker, *_), last, _ = parts[0]
+    first, (mark, *_), last, _ = parts[0]
     for rank, (host, (other, *_), step, folder) in enumerate(parts):
-        if other != marker and step > last:
+        if other != mark and step > last:
             raise UserError(f"rank {rank} on {host}: {folder} there has checkpoint-{step}, that of rank 0 on {first} "
                             f"{f'only checkpoint-{last}' if last else 'none'}. Start {host} as rank 0 (torchrun "
                             "--node_rank 0 with --master_addr), or move the folder to the other host.")

@@ -9,7 +9,6 @@ import hashlib
 import http.client
 import json
 import os
-import socket
 import threading
 import time
 import urllib.parse
@@ -183,7 +182,7 @@ class Source:
                     if (damaged := damaged + 1) == DAMAGED:
                         raise Retry(f"{self.url} sent it with another checksum than its header's, {DAMAGED} times")
                 except Away as error:
-                    if self.listening():
+                    if self.answers():
                         broken = 0 if download.at > before else broken + 1
                         if broken == NO_PROGRESS:
                             raise Retry(f"{self.url} breaks off ({error})") from None
@@ -219,11 +218,13 @@ class Source:
         return True
 
     # ---- is it there ----
-    def listening(self) -> bool:
+    def answers(self) -> bool:
+        """Whether it does now: one that hangs takes connections and says nothing. Raises UserError."""
+        self.hang_up()
         try:
-            socket.create_connection((self.host, self.port), 5).close()
+            self.body(self.ask("GET", "/"))
             return True
-        except OSError:
+        except Away:
             return False
 
     def here(self) -> None:
