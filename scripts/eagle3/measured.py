@@ -6,7 +6,9 @@
 {"kind": endpoints.probe_difference's, "key", ...}       what the target itself holds of two tokens where answers part
 
 `level` is a number of streams, or a rate of arrivals as text ("2.5/s"); requests and unit of prompts that were padded
-to a length also have "context" ("8k"). A unit holds "warmup" and "gpus" (gpu_state.look), which older reports have not.
+to a length also have "context" ("8k"). A request says when it was sent (`start_s`, and `due_s` where it arrives), how
+long it took to fail (`spent_s`), and in a later turn its `prompt_ids`; a unit has "warmup" and "gpus" (gpu_state.look).
+Older reports lack all of these.
 
 All but the requests end in "sha256": of the line without it, after the lines of the requests that it closes. Older
 reports have none.
