@@ -804,7 +804,7 @@ def test_killed_in_the_middle_it_goes_on_and_its_figures_are_those_of_the_raw_an
                 assert figures["accept"]["accept_length"] == 1 + correct / verify and verify > 0
                 assert len(figures["accept"]["accept_by_position"]) == 3
                 # SGLang's speculation is lossless
-                assert figures["same_text"] == {"compared": 6, "equal": 6, "share": 1.0, "differences": []}
+                assert figures["same_text"] == {"compared": 6, "equal": 6, "other_context": 0, "share": 1.0, "differences": []}
             else:
                 assert figures["accept"] is None
     assert set(report["verdict"]) == {"1", "3"} and set(report["variants"]["speculative"]["by_source"]) == {"prompts"}
