@@ -7,7 +7,8 @@
 
 Reads   prompts (JSONL, a folder of it, a responses/ folder, data sets by name), the drafter's folder, and what
         SGLang's /generate answers
-Writes  <output-dir>/raw.jsonl (one row a request: ids, times, counts), report.json, report.md, *.png, manifest.json
+Writes  <output-dir>/raw.jsonl (one row a request: ids, times, counts), report.json, report.md, report.html, *.png,
+        manifest.json
 Time    each prompt once per variant, level and repeat: 100 of 512 tokens at 90 tok/s take 10 minutes at one stream
 Resume  the same command goes on with the first unit that is not finished; with more --repeats it measures more
 
@@ -36,6 +37,7 @@ from eagle3.bench_prompts import (check_ids, contexts_of, load_prompts, prompts_
                                   request_ids)
 from eagle3.endpoints import Endpoints, contact  # noqa: E402
 from eagle3.figures import count, pooled  # noqa: E402
+from eagle3.html_report import html_report  # noqa: E402
 from eagle3.masking import clean, cleaned, masked  # noqa: E402
 from eagle3.measured import Measured  # noqa: E402
 from eagle3.measuring import Benchmark, measure, plan, probe_differences, settle  # noqa: E402
@@ -45,6 +47,7 @@ from eagle3.sampled_serving import check_rejection_sampling  # noqa: E402
 from eagle3.servers import ServerGone, command_line  # noqa: E402
 from eagle3.stage import (duration, log, open_stage, parse_args, read_json, read_manifest, read_run_file,  # noqa: E402
                           run, write_atomic, write_manifest)
+from eagle3.text_chart import text_charts  # noqa: E402
 from eagle3.traffic import add_traffic  # noqa: E402
 from eagle3.traffic_report import rate_verdict, traffic_chapters, traffic_tables  # noqa: E402
 from eagle3.turns import Conversation  # noqa: E402
@@ -125,7 +128,7 @@ def prepare(bench: Benchmark) -> None:
 
 # ---- 2. say it ----
 def write_report(bench: Benchmark, plots: bool) -> dict:
-    """report.json and report.md of what has been measured so far."""
+    """report.json, report.md and report.html of what has been measured so far."""
     args, out = bench.args, bench.args.output_dir
     predictions = {variant: bench.drafter(variant).prediction for variant in bench.variants}
     found = build_report(bench.measured, bench.prompts, predictions, bench.config)
@@ -143,9 +146,11 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
                          {str(earlier): read_json(earlier)} if earlier.is_file() else {})
     drawn, found["not_drawn"] = draw_plots(found, out) if plots else ([], {})
     write_atomic(out / "report.json", json.dumps(cleaned(found), indent=1) + "\n")
-    chapters = [*(adaptive.chapter(found["adaptive"]) if found.get("adaptive") else ()), *traffic_chapters(found)]
+    chapters = break_even.chapters(found) if args.break_even else [
+        *(adaptive.chapter(found["adaptive"]) if found.get("adaptive") else ()), *traffic_chapters(found)]
     text = break_even.markdown(found, drawn) if args.break_even else report_markdown(found, drawn, chapters)
     write_atomic(bench.report_path, clean(text))
+    write_atomic(out / "report.html", html_report(found, chapters))
     return found
 
 
@@ -198,6 +203,7 @@ def say(bench: Benchmark) -> None:
     print(table_of(found), flush=True)
     for head, table in traffic_tables(found, with_groups=False):
         print(f"{head}\n{table}", flush=True)
+    print(text_charts(found, sys.stdout), flush=True)
     for said in break_even.remarks(found) if found.get("break_even") else ():
         log(said)
     for variant, served in found["variants"].items():

@@ -808,7 +808,7 @@ def test_killed_in_the_middle_it_goes_on_and_its_figures_are_those_of_the_raw_an
             else:
                 assert figures["accept"] is None
     assert set(report["verdict"]) == {"1", "3"} and set(report["variants"]["speculative"]["by_source"]) == {"prompts"}
-    for name in ("speed_up.png", "acceptance.png", "groups.png"):
+    for name in ("tok_s.png", "speed_up.png", "acceptance.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in (out / "report.md").read_text()
     manifest = read_manifest(out, "05_benchmark")
     assert manifest["counts"] == {"kept": 6, "units": 4, "failed": {}} and manifest["versions"]["sglang"] == ["0.5.23"]

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, run_here, run_script
-from eagle3 import bench_flags, binding, masking, plots, stage
+from eagle3 import bench_flags, binding, charts, masking, plots, stage
 from eagle3.doctor import Facts, examine
 from eagle3.endpoints import read_key, split_login
 from eagle3.figures import level_figures, speed_up
@@ -430,7 +430,7 @@ def test_pictures_that_cannot_be_drawn_are_said_before_and_fail_nothing(tmp_path
     def missing():
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
-    def broken(plt, report):
+    def broken(report):
         raise OSError(28, "No space left on device")
 
     plain, fast = pair()
@@ -442,11 +442,15 @@ def test_pictures_that_cannot_be_drawn_are_said_before_and_fail_nothing(tmp_path
         assert (tmp_path / "without" / "manifest.json").exists() and not list((tmp_path / "without").glob("*.png"))
         assert "no speed_up.png: ModuleNotFoundError" in (tmp_path / "without" / "report.md").read_text()
         monkeypatch.undo()
-        monkeypatch.setitem(plots.PLOTS, "acceptance.png", broken)
+        monkeypatch.setitem(charts.CHARTS, "acceptance", broken)
         assert not bench.main(flags(plain, fast, rows(tmp_path), tmp_path / "one"))
         assert "acceptance.png is not drawn: OSError: [Errno 28] No space left on device" in capsys.readouterr().out
-        assert {path.name for path in (tmp_path / "one").glob("*.png")} == {"speed_up.png", "groups.png"}
+        assert {path.name for path in (tmp_path / "one").glob("*.png")} == {"tok_s.png", "speed_up.png"}
         assert (tmp_path / "one" / "manifest.json").exists()
+        for name in ("without", "one"):  # the page draws its own, and is there
+            page = (tmp_path / name / "report.html").read_text()
+            assert page.endswith("</html>\n") and "Speed-up over plain decoding</figcaption><svg" in page
+        assert "acceptance.png is not drawn: OSError: [Errno 28]" in page
 
 
 def test_a_disk_that_fills_up_is_one_line_and_what_was_measured_stays(tmp_path, monkeypatch, capsys):

@@ -303,13 +303,10 @@ def remarks(report: dict) -> list[str]:
     return said + ([check_sentence(found["checks"])] if found["checks"] else [])
 
 
-def markdown(report: dict, plots: list[str]) -> str:
-    """report.md."""
+def chapters(report: dict) -> list[str]:
+    """Lines of report.md: what was found, and beside what was measured."""
     found = report["break_even"]
-    incomplete = [f"**Incomplete: {report['units_done']} of {report['units_planned']} units measured. "
-                  "The same command goes on.**", ""] if report["units_done"] < report["units_planned"] else []
-    out = ["# From which accept_length on speculation pays", "", *incomplete,
-           *(f"- {level} stream(s): {said}" for level, said in report["verdict"].items()), "", table(report), "",
+    out = ["## What speculation needs", "", table(report), "",
            "A drafter with random weights was served, and SGLang's simulated acceptance let so many of its tokens "
            "pass. `step ms`: drafting and verifying once. `pays from`: tokens a verify step must emit to be faster "
            "than plain decoding; with N steps at most N + 1. `drafts right`: the share that gives so many, if each "
@@ -317,42 +314,17 @@ def markdown(report: dict, plots: list[str]) -> str:
            *(f"- {said[0].upper()}{said[1:]}." for said in remarks(report)), ""]
     if found["checks"]:
         out += ["## Predicted beside measured", "", check_table(found["checks"]), ""]
+    return out
+
+
+def markdown(report: dict, plots: list[str]) -> str:
+    """report.md."""
+    incomplete = [f"**Incomplete: {report['units_done']} of {report['units_planned']} units measured. "
+                  "The same command goes on.**", ""] if report["units_done"] < report["units_planned"] else []
+    out = ["# From which accept_length on speculation pays", "", *incomplete,
+           *(f"- {level} stream(s): {said}" for level, said in report["verdict"].items()), "", *chapters(report)]
     out += ["## All that was measured", "", figures_table(report), "", how_measured(report), "",
             "Answers have from half to all of these tokens: in a simulated batch all are accepted alike, and equal "
             "ones would end together.", ""]
     out += [f"- no {name}: {why}" for name, why in report.get("not_drawn", {}).items()]
     return "\n".join(out + [""] + [f"![{plot.partition('.')[0]}]({plot})" for plot in plots]) + "\n"
-
-
-def draw(plt, report: dict):
-    """accept_length needed over streams, a line for each number of steps; hollow where it can't be reached."""
-    found = report.get("break_even") or {}
-    rows = found.get("rows")
-    if not rows:
-        return None
-    contexts = list(dict.fromkeys(row["context"] for row in rows))
-    figure, axes = plt.subplots(1, len(contexts), figsize=(5 * len(contexts) + 1, 3.6), sharey=True, squeeze=False)
-    for axis, context in zip(axes[0], contexts):
-        here = [row for row in rows if row["context"] == context]
-        draw_needs(axis, here, [row for row in found["checks"] if row["context"] == context])
-        axis.set(ylim=(1, max(row["most"] for row in rows) + 0.5), title=f"context {context}" if context else "")
-    axes[0][0].set(ylabel="accept_length")
-    axes[0][0].legend(title="draft steps", fontsize="small")
-    figure.suptitle("speculation pays above its line (hollow: out of reach)")
-    return figure
-
-
-def draw_needs(axis, rows: list[dict], checks: list[dict]) -> None:
-    levels = sorted({row["level"] for row in rows})
-    for steps in sorted({row["steps"] for row in rows}):
-        of = [row for row in rows if row["steps"] == steps and row["needs"]]
-        line, = axis.plot([row["level"] for row in of], [row["needs"] for row in of],
-                          label=f"{steps}, at most {steps + 1}")
-        for row in of:
-            axis.plot(row["level"], row["needs"], marker="o", color=line.get_color(),
-                      fillstyle="full" if row["pays_from"] else "none")
-    for row in checks:
-        axis.plot(row["level"], row["emitted"], marker="x", color="black")
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(levels, list(map(str, levels)))
-    axis.set(xlabel="streams")

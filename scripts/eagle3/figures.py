@@ -254,6 +254,27 @@ def speed_up(plain: list[dict], variant: list[dict]) -> dict:
     return {"speed_up": ratio, "interval": [float(np.exp(bound + shift)) for bound in bounds], "no_interval": None}
 
 
+def tok_s_interval(units: list[dict], runs: list[float], row: list[list[float]]) -> list[float] | None:
+    """95 % interval of one variant's tok/s, for new prompts in new runs, as `speed_up` has it; None of too few.
+
+    runs: its tok/s in each run; row: those of all variants at the level, this one's too. One scatter between runs for
+    all of them: each has too few to tell its own.
+    """
+    values = np.array(list(tokens_and_seconds(units).values()), float).reshape(-1, 2)
+    if too_few(values, [runs, *row]):
+        return None
+
+    def log_speed(s):
+        return np.log(s[0] / s[1])
+
+    freedom = sum(len(of) - 1 for of in row)
+    error = np.sqrt(sum(float(np.var(np.log(of))) * len(of) for of in row) / freedom / len(runs))
+    prompts = resamples(values, log_speed) - log_speed(values.sum(0))
+    between = error * np.random.default_rng(1).standard_t(freedom, (RUN_DRAWS, len(prompts)))
+    speed = level_figures(units)["tok_s"]
+    return [float(speed * np.exp(bound)) for bound in np.nanpercentile(prompts + between, [2.5, 97.5])]
+
+
 def first_difference(a: list[int], b: list[int]) -> int | None:
     """Index of the first token in which two answers differ; None if they are equal.
 

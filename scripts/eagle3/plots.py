@@ -1,11 +1,14 @@
-"""The pictures of a benchmark's report; each is drawn where it has something to show."""
+"""The pictures of a benchmark's report as PNGs, where matplotlib works; each where it has something to show."""
 from __future__ import annotations
 
 import contextlib
+import warnings
 from pathlib import Path
 
-from eagle3 import break_even
-from eagle3.report import shares
+from eagle3.charts import CHARTS, COLOURS, Chart, Series, label, named, reach, steps_to
+
+MARKERS = "os^DvPX"
+LONGEST = 34  # letters of a name
 
 
 def pyplot():
@@ -30,86 +33,96 @@ def no_plots() -> str | None:
 
 
 def draw_plots(report: dict, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Draws speed_up.png, acceptance.png (by draft position), groups.png (by source and context).
+    """Draws <chart>.png of every chart of charts.CHARTS.
 
     Returns the names of those that had something to show, and {name: why} of those that failed: a report does not
     hang on its pictures.
     """
     drawn, failed = [], {}
-    for name, draw in PLOTS.items():
+    for name, describe in CHARTS.items():
+        path = folder / f"{name}.png"
         try:
-            plt = pyplot()
-            figure = draw(plt, report)
-            if figure:
-                figure.tight_layout()
-                figure.savefig(folder / name, dpi=120)
+            chart = describe(report)
+            if chart:
+                plt = pyplot()
+                figure = draw(plt, chart)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of signs that no font here has: a box stands for them
+                    figure.savefig(path, dpi=120)
                 plt.close(figure)
-                drawn.append(name)
+                drawn.append(path.name)
         except Exception as error:  # also a full disk, a font cache that cannot be written
-            failed[name] = why_not(error)
+            failed[path.name] = why_not(error)
             with contextlib.suppress(OSError):
-                (folder / name).unlink()  # half of a picture
+                path.unlink()  # half of a picture
     return drawn, failed
 
 
-def draw_speed_up(plt, report: dict):
-    series = {}  # variant: [(streams, ratio, how far the interval reaches below and above it)]
-    for level, row in report["levels"].items():
-        for variant, figures in row.items():
-            ratio = figures.get("speed_up")
-            if ratio:
-                low, high = figures["interval"] or (ratio, ratio)
-                series.setdefault(variant, []).append((int(level), ratio, max(0, ratio - low), max(0, high - ratio)))
-    if not series:
-        return None
-    figure, axis = plt.subplots(figsize=(6, 3.6))
-    for variant, points in series.items():
-        streams, ratios, below, above = zip(*points)
-        axis.errorbar(streams, ratios, yerr=[below, above], marker="o", capsize=3, label=variant)
-    axis.axhline(1, color="grey", linestyle="--", linewidth=1)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks([int(level) for level in report["levels"]], list(report["levels"]))
-    axis.set(xlabel="streams", ylabel="speed-up over plain", title="tok/s against plain decoding (95 % interval)")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize="small")
+def plain_text(line: str) -> str:
+    """Foreign text, which matplotlib would read as a formula from its dollar on."""
+    return line.replace("$", r"\$")
+
+
+def ticks_of(chart: Chart) -> list[str]:
+    return [plain_text(label(tick, LONGEST)) for tick in chart.ticks]
+
+
+def draw(plt, chart: Chart):
+    """The figure of one chart, its legend below the curves."""
+    rows = len(chart.ticks) * (len(chart.series) + 1) if chart.bars else 0
+    columns = 1 if max(len(named(of, LONGEST)) for of in chart.series) > 24 else 2 if len(chart.series) > 2 else 3
+    entries = -(-(len(chart.series) + bool(chart.line)) // columns)
+    height = (1.1 + 0.16 * rows if chart.bars else 3.3) + 0.24 * entries
+    figure, axis = plt.subplots(figsize=(6.4, height + 0.2 * bool(chart.note)), layout="constrained")
+    (draw_bars if chart.bars else draw_curves)(axis, chart)
+    axis.set_title(chart.title, loc="left", fontsize="medium")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize="small", title=chart.note or None,
+                  title_fontsize="x-small")
     return figure
 
 
-def draw_acceptance(plt, report: dict):
-    shown = {variant: found for variant, found in report["variants"].items() if shares(found["accept"]) != "-"}
-    if not shown:
-        return None
-    figure, axis = plt.subplots(figsize=(6, 3.6))
-    for variant, found in shown.items():
-        served = found["accept"]["accept_by_position"]
-        axis.plot(range(1, len(served) + 1), served, marker="o", label=f"{variant}, served")
-        predicted = (found["prediction"] or {}).get("predicted_by_position")
-        if predicted:
-            positions = range(1, len(predicted) + 1)
-            axis.plot(positions, predicted, marker="x", linestyle=":", label="predicted by training")
-    most = max(len(found["accept"]["accept_by_position"]) for found in shown.values())
-    axis.set_xticks(range(1, most + 1))
-    axis.set(xlabel="draft position", ylabel="share of verify steps", ylim=(0, 1),
-             title="drafts right up to this position")
-    axis.legend()
-    return figure
+def named_line(chart: Chart) -> dict:
+    value, meaning = chart.line
+    return {"color": "black", "linestyle": "--", "linewidth": 1, "label": f"{meaning}: {chart.form.format(value)}"}
 
 
-def draw_groups(plt, report: dict):
-    """Of the first variant with counts."""
-    found = next((found for found in report["variants"].values() if found["accept"]), None)
-    if not found:
-        return None
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for axis, (key, title) in zip(axes, [("by_source", "source"), ("by_context", "context at the end, tokens")]):
-        names = list(found[key])
-        axis.bar(range(len(names)), [found[key][name]["accept_length"] for name in names], width=0.6)
-        axis.set_xlim(-0.7, max(3, len(names)) - 0.3)
-        axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
-        axis.axhline(1, color="grey", linestyle="--", linewidth=1)
-        axis.set(title=title, ylabel="accept_length" if axis is axes[0] else "")
-    return figure
+def draw_curves(axis, chart: Chart) -> None:
+    places = {tick: n for n, tick in enumerate(chart.ticks)}
+    for place, of in enumerate(chart.series):
+        aside = (place - (len(chart.series) - 1) / 2) * min(0.03, 0.4 / len(chart.series))
+        at = [(places[tick] + aside, point) for tick, point in of.points.items() if tick in places]
+        reaches = [[point.value - (point.value if point.low is None else point.low) for _, point in at],
+                   [(point.value if point.high is None else point.high) - point.value for _, point in at]]
+        axis.errorbar([x for x, _ in at], [point.value for _, point in at], capsize=3, **style(of),
+                      yerr=reaches if any(map(any, reaches)) else None)
+        axis.plot([x for x, point in at if point.beyond], [point.value for _, point in at if point.beyond],
+                  **{**style(of), "label": None, "markerfacecolor": "white", "linestyle": ""})
+    if chart.line:
+        axis.axhline(chart.line[0], **named_line(chart))
+    every = -(-len(chart.ticks) // 16)
+    axis.set_xticks(range(0, len(chart.ticks), every), ticks_of(chart)[::every])
+    axis.set_yticks(values := steps_to(reach(chart)), [f"{value:,.10g}" for value in values])
+    axis.set(xlabel=chart.x, ylabel=chart.y, xlim=(-0.5, len(chart.ticks) - 0.5), ylim=(0, reach(chart) * 1.02))
+    axis.grid(axis="y", alpha=0.3)
 
 
-PLOTS = {"speed_up.png": draw_speed_up, "acceptance.png": draw_acceptance, "groups.png": draw_groups,
-         "break_even.png": break_even.draw}
+def style(of: Series) -> dict:
+    colour = COLOURS[of.colour % len(COLOURS)]
+    return {"color": colour, "marker": MARKERS[of.colour % len(MARKERS)], "label": plain_text(named(of, LONGEST)),
+            "linestyle": ":" if of.dotted else "-", "markerfacecolor": "white" if of.dotted else colour}
+
+
+def draw_bars(axis, chart: Chart) -> None:
+    """Groups one below the other, the first one above."""
+    wide = 0.8 / len(chart.series)
+    for place, of in enumerate(chart.series):
+        at = [(n + (place - (len(chart.series) - 1) / 2) * wide, of.points[tick].value)
+              for n, tick in enumerate(chart.ticks) if tick in of.points]
+        drawn = axis.barh([y for y, _ in at], [value for _, value in at], height=wide * 0.9,
+                          color=COLOURS[of.colour % len(COLOURS)], label=plain_text(named(of, LONGEST)))
+        axis.bar_label(drawn, [chart.form.format(value) for _, value in at], padding=3, fontsize="x-small")
+    if chart.line:
+        axis.axvline(chart.line[0], **named_line(chart))
+    axis.set_yticks(range(len(chart.ticks)), ticks_of(chart), fontsize="small")
+    axis.set(xlabel=chart.y, xlim=(0, reach(chart) * 1.08), ylim=(len(chart.ticks) - 0.5, -0.5))

@@ -6,7 +6,8 @@ from typing import Callable, Iterable
 
 from eagle3.bench_prompts import about_requests, contexts_of
 from eagle3.figures import (BOOTSTRAP, CONTEXT_BUCKETS, acceptance, answered, context_bucket, count, difference_key,
-                            grouped, level_figures, paired, pooled, prediction_check, same_text, speed_up)
+                            grouped, level_figures, paired, pooled, prediction_check, same_text, speed_up,
+                            tok_s_interval)
 from eagle3.measured import Measured
 from eagle3.sampled_serving import sampled_check, sampled_sentence
 from eagle3.sampling import Sampling
@@ -64,6 +65,9 @@ def level_rows(of: dict[str, list[dict]], steps: dict[str, int], probes: dict, c
             figures["same_text"] = text = same_text(of["plain"], units)
             for difference in text["differences"]:
                 difference |= probes.get(difference_key(difference), {})
+    runs = [figures["tok_s_repeats"] for figures in row.values()]
+    for variant, figures in row.items() if basis is None else ():
+        figures["tok_s_interval"] = tok_s_interval(of[variant], figures["tok_s_repeats"], runs)
     if greedy and len(of.get("plain", [])) > 1:
         row["plain"]["same_text_as_itself"] = same_as_itself(of["plain"])
     return row
@@ -119,11 +123,18 @@ def verdict(row: dict[str, dict]) -> str:
 
 
 # ---- tables ----
-def markdown_table(rows: list[list[str]]) -> str:
+class Table(str):
+    """A table in Markdown that still knows its rows (the first one: the heads), for who shows it otherwise."""
+    rows: list[list[str]]
+
+
+def markdown_table(rows: list[list[str]]) -> Table:
     """First row: the heads. Columns padded, so that it also reads well on a terminal."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    table = Table("\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]))
+    table.rows = rows
+    return table
 
 
 def number(value: float | None, form: str = "{:.2f}") -> str:
@@ -139,7 +150,7 @@ def shares(accept: dict | None) -> str:
     return " ".join(f"{share:.2f}" for share in by_position) if by_position else "-"
 
 
-def figures_table(report: dict) -> str:
+def figures_table(report: dict) -> Table:
     rows = [["streams", "variant", "tok/s", "speed-up", "TTFT p50/p95 ms", "ITL p50/p95/p99 ms", "accept_length",
              "by draft position", "same text", "failed"]]
     for level, row in report["levels"].items():
@@ -158,7 +169,7 @@ def figures_table(report: dict) -> str:
     return markdown_table(rows)
 
 
-def accept_table(head: str, groups: dict[str, dict]) -> str:
+def accept_table(head: str, groups: dict[str, dict]) -> Table:
     return markdown_table([[head, "requests", "accept_length", "by draft position"]] + [
         [name, str(accept["requests"]), number(accept["accept_length"]), shares(accept)]
         for name, accept in groups.items()])
@@ -169,7 +180,7 @@ def level_remarks(level: str, variant: str, f: dict, version: str | None) -> lis
     """What the table has no room for: the cost of a verify step, energy, price, noise, and where answers part."""
     said = []
     if len(f.get("tok_s_repeats", ())) > 1:
-        apart = f", {f['tok_s_spread']:.1%} apart" if f["tok_s_spread"] is not None else ""
+        apart = f", {f['tok_s_spread']:.1%} apart" if f.get("tok_s_spread") is not None else ""
         said.append(f"tok/s of its runs: {', '.join(f'{tok_s:,.1f}' for tok_s in f['tok_s_repeats'])}{apart}.")
     if f.get("held") is False:
         said.append(f"the level was not held: {f['in_flight']:.1f} requests in flight on average. Ask more prompts.")
