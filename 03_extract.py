@@ -41,7 +41,7 @@ from eagle3.responses import finished_parts  # noqa: E402
 from eagle3.samples import Sample, read_ids, read_samples  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, parse_args, read_manifest, run, sha256_file,  # noqa: E402
                           write_manifest)
-from eagle3.states import KINDS, facts_token_bytes, kind_of, token_bytes  # noqa: E402
+from eagle3.states import KINDS, facts_token_bytes, token_bytes  # noqa: E402
 from eagle3.target import Target, text_config  # noqa: E402
 from eagle3.verify import complete_rows, read_report, redo_failed, verify  # noqa: E402
 

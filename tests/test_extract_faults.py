@@ -794,6 +794,19 @@ def test_verify_finds_layers_that_are_not_what_they_are_called(speaking, change)
     assert speaking("--redo-failed") == "" and speaking("--verify") == ""
 
 
+def test_a_sample_of_unusual_tokens_is_not_taken_for_another_layer():
+    """Nearer to another layer than to its own, but neither swapped with it nor a copy of it."""
+    margin, other = np.full((20, 3), 1.0) + np.linspace(0, 0.1, 20)[:, None], np.ones((20, 3), int)
+    other[:, 1] = 0
+    profiles = np.tile(np.eye(3, 8), (20, 1, 1))
+    margin[7, 1] = -0.6  # of unusual tokens
+    assert not layer_stats.misplaced(margin, other, profiles).any()
+    margin[7, 0] = -0.6  # swapped
+    assert layer_stats.misplaced(margin, other, profiles)[7].tolist() == [True, True, False]
+    margin[7, 0], profiles[7, 1] = 1.0, profiles[7, 0]  # a copy
+    assert layer_stats.misplaced(margin, other, profiles)[7].tolist() == [False, True, False]
+
+
 def test_verify_says_what_its_layers_look_like(speaking):
     assert speaking("--verify") == ""
     said = json.loads((speaking.folder / "verify.json").read_text())["layers"]

@@ -28,6 +28,7 @@ LEAST_ROWS = 16        # of different tokens before their link says anything: of
 LEAST_SAMPLES = 12     # of a folder before it says anything of one of them
 PROFILE = 128
 LEAST_PROFILE_ROWS = BLOCK  # before a mean direction is the layer's: of a few rows it is that of their tokens
+COPIED = 0.999         # cosine of two layers' profiles of one sample, if one is a copy of the other
 SIZE_FACTOR = 2.0      # of a row's length, that samples may differ by
 SPREADS = 8.0          # robust standard deviations that are usual
 
@@ -117,6 +118,18 @@ def margins(sizes: np.ndarray, profiles: np.ndarray) -> tuple[np.ndarray, np.nda
     return apart.min(2) - mine, apart.argmin(2)
 
 
+def misplaced(margin: np.ndarray, other: np.ndarray, profiles: np.ndarray) -> np.ndarray:
+    """(samples, A + 1) bool: a stream that is another layer's: swapped with it, or copied from it.
+
+    Nearer to another layer alone is a sample of unusual tokens: a few in a thousand are, at a layer between two others.
+    """
+    middle, sigma = spread(margin)
+    swapped = np.take_along_axis(margin, other, 1) < 0  # the other one is not where it belongs, either
+    theirs = np.take_along_axis(profiles, other[:, :, None], 1)
+    copied = (profiles * theirs).sum(2) > COPIED
+    return (margin < -0.5 * middle) & (middle > 4 * sigma) & (swapped | copied)
+
+
 def judge(found: dict[str, Measures], layers: list[int]) -> tuple[dict[str, str], dict]:
     """({sample: what is foreign about it}, what verify.json says of the layers). layers: the captured ones."""
     ids = sorted(found)
@@ -137,10 +150,10 @@ def judge(found: dict[str, Measures], layers: list[int]) -> tuple[dict[str, str]
         for sample, at in zip(*np.nonzero(which)):
             problems.setdefault(ids[sample], f"{names[at]} {words(sample, at)}")
 
-    margin, other = margins(sizes, np.stack([found[name].profiles for name in ids]))
-    middle, sigma = spread(margin)
+    profiles = np.stack([found[name].profiles for name in ids])
+    margin, other = margins(sizes, profiles)
     enough = np.array([[found[name].rows >= LEAST_PROFILE_ROWS] for name in ids])
-    foreign(enough & (margin < -0.5 * middle) & (middle > 4 * sigma), lambda s, at: f"looks like {names[other[s, at]]}")
+    foreign(enough & misplaced(margin, other, profiles), lambda s, at: f"looks like {names[other[s, at]]}")
     if len(long) < LEAST_SAMPLES:
         links = np.zeros_like(links)  # of which nothing follows
     lead = links[:, :, 1] - np.maximum(links[:, :, 0], links[:, :, 2])  # of the same position over its neighbours
