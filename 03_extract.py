@@ -33,12 +33,12 @@ from eagle3.again import Again  # noqa: E402
 from eagle3.extraction import FULL, Extraction  # noqa: E402
 from eagle3.growth import grown_from  # noqa: E402
 from eagle3.incoming import clean_incoming, free_bytes, settle  # noqa: E402
-from eagle3.journal import Journal, write_bound, write_plan  # noqa: E402
+from eagle3.journal import Journal, write_bound  # noqa: E402
 from eagle3.limits import Limits, leave_out_too_long, read_limits  # noqa: E402
 from eagle3.prefill_server import wait_until_ready  # noqa: E402
 from eagle3.reopening import CLOSED, STAGE, is_complete, open_folder  # noqa: E402
-from eagle3.responses import finished_parts  # noqa: E402
-from eagle3.samples import Sample, read_ids, read_samples  # noqa: E402
+from eagle3.restart import Rows  # noqa: E402
+from eagle3.samples import Sample, read_ids  # noqa: E402
 from eagle3.stage import (UserError, bar, duration, log, parse_args, read_manifest, run, sha256_file,  # noqa: E402
                           write_manifest)
 from eagle3.states import KINDS, facts_token_bytes, token_bytes  # noqa: E402
@@ -309,9 +309,9 @@ def begin_again(args, samples: list[Sample], facts: dict, parts: list[Path], jou
 
 
 def extract(args) -> None:
-    parts = finished_parts(args.data_dir)
-    inputs = {"responses": sha256_file(args.data_dir / "manifest.json")}
     folder = args.output_dir.absolute()
+    read = Rows(args.data_dir, folder, args.max_length, args.limit)
+    parts, inputs = read.parts, {"responses": sha256_file(args.data_dir / "manifest.json")}
     incoming = (args.capture_dir or folder / ".incoming").absolute()
     lock = open_folder(args, folder, inputs)  # noqa: F841  held until this returns
     log(f"config {json.dumps(vars(args), default=str)}")
@@ -334,7 +334,7 @@ def extract(args) -> None:
     if not args.verify and (report.get("failed") or "failed_as_a_whole" in report):
         raise UserError(f"{folder / 'verify.json'}: the last --verify failed. "
                         "Extract what it names with --redo-failed, or --verify once more.")
-    samples, dropped = read_samples(parts, args.max_length, args.limit)
+    samples, dropped = read.read()
     if not samples:
         raise UserError(f"{args.data_dir}: no sample to extract (dropped: {dict(dropped)}).")
     if complete:  # nothing is extracted on the way: what is damaged is reported
@@ -343,7 +343,7 @@ def extract(args) -> None:
         verify(args, samples, rows, facts, parts, folder, begin_again(args, samples, facts, parts, journal, incoming))
         return
 
-    write_plan(folder, samples)
+    read.write_plan(samples, dropped)
     clean_incoming(incoming, folder)
     job = Extraction(args, samples, parts, journal, incoming)
     closed = left_out(job) if args.close else extract_missing(job)

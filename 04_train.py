@@ -57,6 +57,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import train_flags  # noqa: E402
 from eagle3.acceptance import Sampled, evaluate, sampled_at  # noqa: E402
+from eagle3.batches import each  # noqa: E402
 from eagle3.checkpoints import begun, repair, writing  # noqa: E402
 from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
@@ -273,7 +274,7 @@ class Training:
     def finish(self, config: dict, versions: dict) -> None:
         """The plot and, last, the manifest."""
         plan, follow = self.plan, self.follow
-        kept, val, dropped = list(plan.found.values()), plan.val, plan.dropped
+        kept, val, dropped = plan.kept, plan.val, plan.dropped
         if follow:
             self.inputs.hashes["hidden_states"] = follow.finish()
             follow.release(self.total)
@@ -282,9 +283,10 @@ class Training:
         unread = sum(self.keeper.count_unread().values())
         if self.process.rank == 0:
             plot(self.keeper.metrics.rows, self.output / "training.png")
-            kept += val if self.args.val_data_dir else []
-            counts = {"kept": len(kept), "dropped": dropped, "train": len(plan.train), "validation": len(val),
-                      "truncated": sum(sample.truncated for sample in kept), "steps": self.total}
+            kept = [kept, val] if self.args.val_data_dir else [kept]
+            counts = {"kept": sum(map(len, kept)), "dropped": dropped, "train": len(plan.train),
+                      "validation": len(val), "truncated": int(sum(sum(each(part, "truncated")) for part in kept)),
+                      "steps": self.total}
             counts |= {"unread": unread} if unread else {}
             fixed = {key: value for key, value in config.items() if key not in MAY_CHANGE}
             with writing(self.output):

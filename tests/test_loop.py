@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from conftest import ROOT, free_port, load_script
 from train_reference import (learnable_samples, one_thread, random_sample, write_hidden_states,  # noqa: F401
                              write_learnable_run, write_mapping, write_target)
-from eagle3 import check_records, supply, training_plot
+from eagle3 import file_stat, supply, training_plot
 from eagle3.batches import seen_in_epoch
 from eagle3.checkpoints import checkpoints
 from eagle3.metrics import listed, step_metrics
@@ -521,7 +521,7 @@ def test_loss_on_all_is_training_on_masks_of_ones(tmp_path, undrawn):
 
 def test_what_was_checked_without_prompts_is_checked_again_for_them(toy, tmp_path, undrawn, monkeypatch):
     """Records of --loss-on response have no mass of the prompts' tokens."""
-    monkeypatch.setattr(check_records, "SETTLED_NS", 0)
+    monkeypatch.setattr(file_stat, "SETTLED_NS", 0)
     shutil.copytree(toy / "hidden_states", tmp_path / "hidden_states", ignore=shutil.ignore_patterns("checked"))
     flags = dict(data=(tmp_path / "hidden_states",))
     known = [next(line for line in trained(toy, tmp_path / str(number), "--max-steps", 1, "--loss-on", loss_on, **flags) if " known " in line)

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import load_script
 from train_reference import write_learnable_run, write_mapping
-from eagle3 import check_records, trainer
+from eagle3 import check_records, file_stat, trainer
 from eagle3.stage import UserError
 from eagle3.states import StateFile, sample_path
 
@@ -23,7 +23,7 @@ train = load_script("04_train")
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory) -> Path:
     root = write_learnable_run(tmp_path_factory.mktemp("once"), {"hidden_states": {"r": (40, 40)}})
-    time.sleep(check_records.SETTLED_NS / 1e9)  # what was written just now could change again without a newer time
+    time.sleep(file_stat.SETTLED_NS / 1e9)  # what was written just now could change again without a newer time
     return root
 
 
@@ -38,7 +38,7 @@ def data(run_folder, tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def copied(data, tmp_path, monkeypatch) -> Path:
     """A copy of it, whose files count as settled at once."""
-    monkeypatch.setattr(check_records, "SETTLED_NS", 0)
+    monkeypatch.setattr(file_stat, "SETTLED_NS", 0)
     return Path(shutil.copytree(data, tmp_path / "hidden_states"))
 
 
@@ -177,12 +177,12 @@ def test_a_missing_file_and_another_manifest(run_folder, copied, tmp_path, opene
 
 def test_what_was_written_as_it_was_checked_is_not_trusted(run_folder, copied, tmp_path, opened, monkeypatch):
     """Within the grain of the clock it could have changed again, under the same time."""
-    monkeypatch.setattr(check_records, "SETTLED_NS", 3600 * 10 ** 9)
+    monkeypatch.setattr(file_stat, "SETTLED_NS", 3600 * 10 ** 9)
     trained(run_folder, copied, tmp_path / "first")
     opened.again()
     assert "0 samples known from an earlier check, 40 read" in trained(run_folder, copied, tmp_path / "second")
-    monkeypatch.setattr(check_records, "SETTLED_NS", 0)
-    stat = check_records.stat_of
+    monkeypatch.setattr(file_stat, "SETTLED_NS", 0)
+    stat = file_stat.stat_of
 
     def changing(path):
         if path.stem == "r7":

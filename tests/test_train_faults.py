@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, free_port, load_script
 from train_reference import random_sample, write_hidden_states, write_index, write_mapping, write_sample, write_target
-from eagle3 import batches, check_records, checked, checkpoints, loader, patience
+from eagle3 import batches, checked, checkpoints, file_stat, loader, patience
 from eagle3.batches import Sample
 from eagle3.checkpoints import make_best, repair, restore_best
 from eagle3.schedule import plan_epochs
@@ -246,7 +246,7 @@ def test_what_was_found_in_samples_is_found_again_where_it_is_damaged(toy, unbro
     output, data = unfinished(unbroken, tmp_path / "o"), shutil.copytree(toy / "hidden_states", tmp_path / "data")
     shutil.rmtree(output / f"checkpoint-{steps(output)[-1]}")
     shutil.rmtree(data / "checked", ignore_errors=True)
-    monkeypatch.setattr(check_records, "SETTLED_NS", 0)
+    monkeypatch.setattr(file_stat, "SETTLED_NS", 0)
     trained(toy, tmp_path / "other", "--max-steps", 1, data=data)
     [found] = data.glob("checked/*/*.safetensors")
     flip(found, at)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +30,9 @@ class Sample:
     path: Path
     tokens: int
     start: int
-    mass: np.ndarray | None  # (tokens - loss_from,) each token's: the target's probability inside the draft vocabulary
+    # (tokens - loss_from,) each token's: the target's probability inside the draft vocabulary; an array, or what
+    # becomes one when it is needed (sample_table.StoredMass)
+    mass: np.ndarray | None
     truncated: bool = False
     weight: float = 1.0  # how often it is seen in an epoch
     loss_from: int | None = None  # the first token that carries loss: `start`, or 1 where the prompt does, too
@@ -163,15 +167,28 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
 
 
 # ---- the plan: which samples make up which step, on any number of ranks ----
-def split_samples(samples: list[Sample], ratio: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+def each(samples: Sequence[Sample], name: str) -> Iterable:
+    """A field of each of them, for which a SampleTable need not make them."""
+    column = getattr(samples, "column", None)
+    return column(name) if column else [getattr(sample, name) for sample in samples]
+
+
+def split_samples(samples: Sequence[Sample], ratio: float, seed: int) -> tuple[Sequence[Sample], Sequence[Sample]]:
     """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one.
 
     At least one sample validates, unless ratio is 0.
     """
-    ranked = sorted(samples, key=lambda sample: hashlib.sha256(f"{seed}:{sample.id}".encode()).hexdigest())
+    digests, before, ascending = bytearray(), "", True
+    for name in each(samples, "id"):
+        digests += hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        before, ascending = name, ascending and before <= name
+    ranked = np.lexsort(np.frombuffer(digests, ">u8").reshape(-1, 4).T[::-1])
     held_out = max(1, round(ratio * len(ranked))) if ratio else 0
-    train, val = (sorted(part, key=lambda sample: sample.id) for part in (ranked[held_out:], ranked[:held_out]))
-    return train, val
+    names = None if ascending else list(each(samples, "id"))
+    train, val = (np.sort(part) if ascending else sorted(part.tolist(), key=names.__getitem__)
+                  for part in (ranked[held_out:], ranked[:held_out]))
+    take = getattr(samples, "take", lambda order: [samples[i] for i in order])
+    return take(train), take(val)
 
 
 def pack(lengths: list[int], order: list[int], capacity: int, open_bins: int = OPEN_BINS) -> list[list[int]]:
@@ -208,9 +225,11 @@ def seen_in_epoch(weights: list[float], seed: int, epoch: int) -> list[int]:
 def plan_epoch(samples: list[Sample], capacity: int, bins_per_step: int, seed: int, epoch: int,
                shuffle: bool = True) -> list[list[list[int]]]:
     """Steps of bins of sample indices. It knows nothing of ranks: 2 ranks with 1 bin each train as 1 rank with 2."""
-    order, lengths = list(range(len(samples))), [sample.tokens for sample in samples]
+    # A million entries in arrays, not in lists: each of several ranks plans for itself
+    order, lengths = array("i", range(len(samples))), array("i", each(samples, "tokens"))
     if shuffle:
-        order = seen_in_epoch([sample.weight for sample in samples], seed, epoch)
+        weights = array("d", each(samples, "weight"))
+        order = order if set(weights) == {1.0} else seen_in_epoch(weights, seed, epoch)
         random.Random(f"{seed}:{epoch}").shuffle(order)
         bins = pack(lengths, order, capacity)
         random.Random(f"{seed}:{epoch}:bins").shuffle(bins)  # the fullest close first

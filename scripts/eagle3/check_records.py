@@ -32,7 +32,6 @@ from eagle3.processes import Process, all_ranks
 from eagle3.stage import log, write_atomic
 
 RULES = 1  # of what a check looks at: whoever changes it counts on, so that all is looked at anew
-SETTLED_NS = 2 * 10 ** 9  # a file changed later than that before it was read could change again without a newer time
 OLD_S = 3600  # a temporary file of a process that was killed
 LOOK_AGAIN_S = 5  # what other runs have found meanwhile
 
@@ -46,19 +45,6 @@ def key_of(source, head: torch.Tensor, process: Process) -> str:
     parts = [RULES, source.manifest_sha256, source.of, digest(head), None if norm is None else digest(norm),
              digest(source.draft_ids), source.prompts, process.device.type, str(process.dtype)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
-
-
-def stat_of(path: Path) -> list[int] | None:
-    """None where there is no such file."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def settled(stat: list[int] | None) -> bool:
-    return stat is not None and time.time_ns() - max(stat[1:3]) > SETTLED_NS
 
 
 class Records:
@@ -155,11 +141,25 @@ def read_chunk(path: Path) -> tuple[np.ndarray, list[dict]]:
     return mass, json.loads(records)
 
 
+def read_records(path: Path) -> tuple[list[dict], int]:
+    """(records, byte of the file at which their masses begin), of one that `read_chunk` has found whole.
+
+    Raises what says that it cannot be read.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return json.loads(header["__metadata__"]["samples"]), 8 + length + header["mass"]["data_offsets"][0]
+
+
+def mass_size(record: dict) -> int:
+    """Tokens that have a mass: those from `mass_from` on, or of the response; none where there is a problem."""
+    return 0 if record["problem"] else record["spans"][0][1] - record.get("mass_from", record["spans"][0][0])
+
+
 def masses_of(mass: np.ndarray, records: list[dict]) -> list[np.ndarray]:
-    """Each record's part of `mass`: that of its tokens from `mass_from` on; none where there is a problem."""
-    sizes = [0 if record["problem"] else record["spans"][0][1] - record.get("mass_from", record["spans"][0][0])
-             for record in records]
-    return np.split(mass, np.cumsum(sizes)[:-1])
+    """Each record's part of `mass`."""
+    return np.split(mass, np.cumsum([mass_size(record) for record in records])[:-1])
 
 
 def still_true(paths: list[Path], ids: list[str], stats: list, begun: bool) -> tuple[Path | None, dict]:

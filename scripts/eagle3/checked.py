@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
-from eagle3.batches import Sample
-from eagle3.check_records import Records, key_of, masses_of, read_chunk, settled, stat_of, still_true
+from eagle3.check_records import Records, key_of, mass_size, read_records, still_true
 from eagle3.drafter import chunks, logits_of
+from eagle3.file_stat import settled, stat_of
 from eagle3.processes import LONG_WORK, all_ranks, meet
+from eagle3.sample_table import Builder, SampleTable
 from eagle3.stage import UserError, bar, duration, log
 from eagle3.states import OTHER_KIND, UNREADABLE, check_sample, response_start, sample_path
 
@@ -123,36 +123,37 @@ def in_order(rows: list, submit, ahead: int):
 
 
 def read_checked(folder: Path, files: list[Path], max_tokens: int, prompts: bool = False):
-    """(samples, problems {id: reason}, (response tokens that are the target's argmax, those predicted)).
+    """(SampleTable, problems {id: reason}, (response tokens that are the target's argmax, those predicted)).
 
     files: of records, in the index's order; prompts: loss from the first token on. Raises UserError.
     """
-    samples, problems, agreed, predicted = [], {}, 0, 0
+    samples, problems, agreed, predicted = Builder(folder), {}, 0, 0
     for path in files:
         try:
-            mass, records = read_chunk(path)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            records, mass = read_records(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: not readable ({error}). Delete it and run the same command again.") from None
-        for record, part in zip(records, masses_of(mass, records)):
+        for record in records:
             if record["problem"]:
                 problems[record["id"]] = record["problem"]
                 continue
             [[first, _]] = record["spans"]
             tokens, mass_from = min(record["tokens"], max_tokens), record.get("mass_from", first)
-            sample = Sample(record["id"], sample_path(folder, record["id"]), tokens, first,
-                            part[:max(0, tokens - mass_from)], tokens < record["tokens"], loss_from=mass_from)
-            agreed, predicted = agreed + record["agreed"], predicted + record["predicted"]
-            if sample.of_response().counts(1)[0]:
-                samples.append(sample if prompts else sample.of_response())
+            loss_from = mass_from if prompts else first
+            if tokens > max(first, 2):
+                samples.add(record["id"], tokens, first, loss_from, tokens < record["tokens"], path,
+                            mass + 4 * (loss_from - mass_from))
             else:
                 problems[record["id"]] = NO_LOSS
-    return samples, problems, (agreed, predicted)
+            mass, agreed = mass + 4 * mass_size(record), agreed + record["agreed"]
+            predicted += record["predicted"]
+    return samples.table(), problems, (agreed, predicted)
 
 
 @dataclass
 class Checked:
     """What a folder holds."""
-    samples: list[Sample]
+    samples: SampleTable
     dropped: Counter  # {reason: count}
     agreed: int  # response tokens that are the target's argmax
     predicted: int  # of so many

@@ -77,7 +77,7 @@ def held_out_samples(args, sources: list[Source], draft_ids: torch.Tensor, head:
             found = usable_samples(source, args.max_seq_len, args.num_workers, head, process)
             parts.append(found.samples)
             dropped += found.dropped
-    samples, repeated = once(parts, [], args.num_workers)
+    samples, repeated = once(parts, None, args.num_workers)
     dropped += Counter({"also in an earlier --data-dir": sum(map(len, repeated.values()))})
     if not samples:
         raise UserError(f"{', '.join(str(source.folder) for source in sources)}: no usable sample {dict(dropped)}.")

@@ -33,6 +33,7 @@ from eagle3.incoming import PREFILL, free_bytes, move, run_prefix
 from eagle3.journal import Deaths, Journal, Quarantine, Room, plan_order, read_released
 from eagle3.masking import clean
 from eagle3.prefill_server import Busy, Hung, Lost, Quarantined, Retry, Server, api_key, next_token
+from eagle3.restart import Placed
 from eagle3.samples import Sample, read_ids
 from eagle3.stage import UserError, log
 from eagle3.states import KINDS, StateFile, check_header, check_ids, kind_of, sample_path
@@ -94,8 +95,10 @@ class Extraction:
         self.quarantine, self.deaths = Quarantine(self.folder), Deaths(self.folder)
         self.quarantine.keep({sample.id for sample in samples})
         gone = self.quarantine.reasons.keys() | (self.room.released.keys() if self.room else set())
-        self.to_do = [sample for sample in samples if sample.id not in gone
-                      and not journal.in_place(sample, lambda: read_ids(parts, sample))]
+        self.placed = Placed(self.folder, len(samples))
+        gone |= self.placed.known(samples, journal)
+        self.to_do = [sample for sample in samples if sample.id not in gone and not self.in_place(sample)]
+        self.placed.flush()
         if self.room:
             self.to_do.sort(key=lambda sample: plan_order(sample.id))
         self.samples, self.total = samples, len(samples)
@@ -107,6 +110,12 @@ class Extraction:
         self.finished = False
         self.last_file: float | None = None
         self.done_samples = self.done_tokens = self.done_bytes = 0
+
+    def in_place(self, sample: Sample) -> bool:
+        found = self.journal.in_place(sample, lambda: read_ids(self.parts, sample))
+        if found:
+            self.placed.add(sample, self.journal.rows[sample.id]["checksum"], sample_path(self.folder, sample.id))
+        return found
 
     def mend_released(self, samples: list[Sample]) -> None:
         """Lines of landed.jsonl that were damaged and whose files 04 has released: from what it wrote down of them."""
@@ -132,6 +141,7 @@ class Extraction:
             raise
         finally:
             self.finished = True
+            self.placed.flush()
 
     def look_after(self, server: Server) -> None:
         """Know within a second when it goes or is back. A thread each: one that hangs takes long to say so."""
@@ -385,6 +395,8 @@ class Extraction:
         move(path, place)
         if self.room:
             self.room.landed(sample, size)
+        else:
+            self.placed.add(sample, checksum, place)
         with self.lock:
             self.done_samples += 1
             self.done_tokens += sample.tokens

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Callable, Iterator, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -186,7 +187,8 @@ def good_everywhere(checked: Checked, process: Process) -> Checked:
         problems |= found
     for name in sorted(problems.keys() - parts[0][0].keys()):
         process.say(f"skipped {name} | {problems[name]} on another host")
-    samples = [sample for sample in checked.samples if sample.id not in problems]
+    good = [i for i, name in enumerate(checked.samples.ids()) if name not in problems]
+    samples = checked.samples.take(np.array(good, np.int64))
     return Checked(samples, Counter(problems.values()), *parts[0][1:], problems)
 
 

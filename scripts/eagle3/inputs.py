@@ -4,10 +4,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from eagle3.drafter import Shape, aux_norm_of, draft_config, served_from
@@ -27,7 +30,7 @@ from eagle3.vocabulary import read_mapping
 class Inputs:
     """What the flags name. `read_inputs` makes it."""
     facts: dict  # what 03 says of all its samples (states.FACTS): its manifest, or its first lines
-    index: list  # index.jsonl's rows; none with --follow
+    index: Sequence  # index.jsonl's rows; none with --follow
     target: Target
     draft_ids: torch.Tensor  # (Vd,) ascending target ids
     shape: Shape
@@ -170,12 +173,44 @@ def find_shape(args, target: dict, draft_vocab: int, aux_states: int, version: s
     return shape
 
 
-def read_index(folder: Path, sha256: str) -> list[dict]:
-    """index.jsonl's rows {"id", "tokens", "checksum", ...}. Raises UserError unless it has the hash of the manifest."""
-    path = folder / "index.jsonl"
-    if not path.is_file() or sha256_file(path) != sha256:
-        raise UserError(f"{path}: missing, or not the one that manifest.json was written for. Run 03_extract.py again.")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+class Index(Sequence):
+    """index.jsonl's rows {"id", "tokens", "checksum", ...}, read when they are asked for: 8 bytes each.
+
+    Raises UserError unless the file has the hash of the manifest. It is held open: the one that 03 puts in its place
+    later is another one.
+    """
+
+    def __init__(self, path: Path, sha256: str):
+        try:
+            self.file = open(path, "rb")
+            good = hashlib.file_digest(self.file, "sha256").hexdigest() == sha256
+        except OSError:
+            good = False
+        if not good:
+            raise UserError(f"{path}: missing, or not the one that manifest.json was written for. Run 03_extract.py "
+                            "again.")
+        self.file.seek(0)
+        self.ends = np.cumsum(np.fromiter(map(len, self.file), np.int64))  # bytes
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, at):
+        first, last, _ = at.indices(len(self)) if isinstance(at, slice) else (range(len(self))[at],) * 2 + (1,)
+        if not isinstance(at, slice):
+            return self[first:first + 1][0]
+        if first >= last:
+            return []
+        begin = int(self.ends[first - 1]) if first else 0
+        data = os.pread(self.file.fileno(), int(self.ends[last - 1]) - begin, begin)
+        return [json.loads(line) for line in data.splitlines()]
+
+    def __iter__(self) -> Iterator[dict]:
+        return (row for start in range(0, len(self), 1000) for row in self[start:start + 1000])
+
+
+def read_index(folder: Path, sha256: str) -> Index:
+    return Index(folder / "index.jsonl", sha256)
 
 
 def wait_for_facts(folder: Path, say) -> dict:

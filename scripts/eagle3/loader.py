@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -65,20 +66,23 @@ class Reader:
                             "again; it goes on from the last checkpoint.")
 
 
-def feed(bins: list, load, workers: int, device, dtype, take=lambda samples, wait: samples):
+def feed(bins: Iterable, load, workers: int, device, dtype, take=lambda samples, wait: samples):
     """Yields (bin, what load(samples) made of it, its batch on the device; seconds waited for files).
 
     take(bin, wait) gives a bin's samples ([]: none is left, the bin is passed over), or None where they are not there
     yet and it shall not wait. load: `Reader.load`.
     """
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-    todo, ahead = deque(bins), deque()
+    todo, ahead = iter(bins), deque()
+    following = next(todo, None)
     with ThreadPoolExecutor(max(1, workers)) as pool:
         def fill(wait: bool) -> None:
-            while todo and len(ahead) <= workers and (samples := take(todo[0], wait and not ahead)) is not None:
-                item = todo.popleft()
+            nonlocal following
+            while (following is not None and len(ahead) <= workers
+                   and (samples := take(following, wait and not ahead)) is not None):
                 if samples:
-                    ahead.append((item, pool.submit(load, samples)))
+                    ahead.append((following, pool.submit(load, samples)))
+                following = next(todo, None)
 
         fill(True)
         while ahead:

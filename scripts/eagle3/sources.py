@@ -6,9 +6,11 @@ from 0) are all used, under the name <number of the folder, from 1>/<id>.
 """
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from eagle3.checkpoints import begun
 from eagle3.hosts import good_everywhere
 from eagle3.inputs import read_index
 from eagle3.patience import patiently
+from eagle3.sample_table import SampleTable, joined
 from eagle3.stage import UserError, read_manifest, sha256_file
 from eagle3.states import StateFile, kind_of, layer_list
 from eagle3.target import Target
@@ -32,7 +35,7 @@ class Source:
     """A folder of hidden states that 03 has finished, as `checked` reads it."""
     folder: Path
     facts: dict  # its manifest
-    index: list  # index.jsonl's rows
+    index: Sequence  # index.jsonl's rows
     target: Target
     draft_ids: torch.Tensor  # (Vd,)
     manifest_sha256: str
@@ -52,8 +55,8 @@ class Sources:
 @dataclass
 class Found:
     """What the folders hold."""
-    samples: list[Sample]  # of those to train on
-    held_out: list[Sample] | None  # None: there is no such folder
+    samples: SampleTable  # of those to train on
+    held_out: SampleTable | None  # None: there is no such folder
     dropped: dict  # {reason: count}
     agreement: float  # share of response tokens that are the target's argmax
     repeated: set  # ids left out, because an earlier folder or the held-out one has the same sample
@@ -124,7 +127,7 @@ def find_samples(args, sources: Sources, head: torch.Tensor, process) -> Found:
     parts, held_out, dropped, agreed, predicted = [], None, Counter(), 0, 0
     for source in [] if args.follow else sources.train:
         checked = usable(source)
-        parts.append([replace(sample, weight=source.weight) for sample in checked.samples])
+        parts.append(checked.samples.weighted(source.weight))
         dropped, agreed, predicted = dropped + checked.dropped, agreed + checked.agreed, predicted + checked.predicted
     if sources.held_out:
         checked = usable(sources.held_out)
@@ -132,15 +135,15 @@ def find_samples(args, sources: Sources, head: torch.Tensor, process) -> Found:
         if not held_out:
             raise UserError(f"{sources.held_out.folder}: no usable sample to validate on {dict(checked.dropped)}.")
     folders = [source.folder for source in sources.train]
-    samples, repeated = once(parts, held_out or [], args.num_workers)
+    samples, repeated = once(parts, held_out, args.num_workers)
     for (number, earlier), names in sorted(repeated.items()):
         where = folders[earlier - 1] if earlier else sources.held_out.folder
         process.say(f"{len(names)} samples of {folders[number - 1]} are left out: {where} has them too (same id, "
                     f"prompt and tokens), {names[0]} for one")
         dropped[REPEATED if earlier else HELD_OUT] += len(names)
-    per_folder = Counter(sample.path.parents[1] for sample in samples)
-    for source in sources.train if len(folders) > 1 else ():
-        process.say(f"{source.folder} | {per_folder[source.folder]} samples | weight {source.weight:g}")
+    per_folder = np.bincount(samples.rows["folder"], minlength=len(folders))
+    for source, count in zip(sources.train, per_folder) if len(folders) > 1 else ():
+        process.say(f"{source.folder} | {count} samples | weight {source.weight:g}")
     needed = 1 + (args.val_ratio > 0 and held_out is None)
     if not args.follow and len(samples) < needed:
         more = ", one of them to validate" if needed > 1 else ""
@@ -150,26 +153,48 @@ def find_samples(args, sources: Sources, head: torch.Tensor, process) -> Found:
                  {name for names in repeated.values() for name in names})
 
 
-def once(parts: list[list[Sample]], held_out: list[Sample], workers: int) -> tuple[list[Sample], dict]:
+def once(parts: list[SampleTable], held_out: SampleTable | None, workers: int) -> tuple[SampleTable, dict]:
     """(the samples of all folders, each once and under a name of its own, {(folder, the one that has them too): ids}).
 
     Folders by number: 0 is the held-out one, whose samples are not among those returned.
     """
-    holders = {}  # {id: [(number, sample)]}
-    for number, part in enumerate([held_out, *parts]):
-        for sample in part:
-            holders.setdefault(sample.id, []).append((number, sample))
-    samples, repeated = [same_id[0][1] for same_id in holders.values() if len(same_id) == 1 and same_id[0][0]], {}
-    shared = [same_id for same_id in holders.values() if len(same_id) > 1]
+    held_out = SampleTable.empty() if held_out is None else held_out
+    places = shared_ids([held_out, *parts])
+    if not places:
+        return joined(parts), {}
+    shared = [[(number, (held_out, *parts)[number][at]) for number, at in same_id] for same_id in places]
+    gone, kept_at, repeated = [set() for _ in range(1 + len(parts))], [], {}
+    for same_id in places:
+        for number, at in same_id:
+            gone[number].add(at)
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        for same_id, earlier in zip(shared, pool.map(repeats, shared)):
-            kept = [(number, sample) for (number, sample), other in zip(same_id, earlier) if number and other is None]
-            samples += [replace(sample, id=f"{number}/{sample.id}") if len(kept) > 1 else sample
-                        for number, sample in kept]
+        for same_id, where, earlier in zip(shared, places, pool.map(repeats, shared)):
+            kept = [(number, at) for (number, at), other in zip(where, earlier) if number and other is None]
+            kept_at += [(number, at, number if len(kept) > 1 else 0) for number, at in kept]
             for (number, sample), other in zip(same_id, earlier):
                 if other is not None:
                     repeated.setdefault((number, other), []).append(sample.id)
+    offsets = np.cumsum([0, *map(len, parts)])
+    single = [np.delete(np.arange(len(part)), np.array(sorted(gone[number]), np.int64)) + offsets[number - 1]
+              for number, part in enumerate(parts, 1)]
+    last = np.array([offsets[number - 1] + at for number, at, _ in kept_at], np.int64)
+    samples = joined(parts).take(np.concatenate([*single, last]))
+    samples.called_by_folder(range(len(samples) - len(kept_at), len(samples)), [name for *_, name in kept_at])
     return samples, repeated
+
+
+def shared_ids(tables: list[SampleTable]) -> list[list[tuple[int, int]]]:
+    """[(table, position) of each sample of one id] of every id that stands in several tables."""
+    if sum(map(bool, map(len, tables))) < 2:
+        return []
+    digests = [np.frombuffer(b"".join(hashlib.blake2b(name.encode(), digest_size=8).digest() for name in table.ids()),
+                             np.uint64) for table in tables]
+    values, counts = np.unique(np.concatenate(digests), return_counts=True)
+    several, found = values[counts > 1], {}
+    for number, (table, own) in enumerate(zip(tables, digests)):
+        for at in np.flatnonzero(np.isin(own, several)).tolist():
+            found.setdefault(table[at].id, []).append((number, at))
+    return [places for places in found.values() if len(places) > 1]
 
 
 def repeats(same_id: list[tuple[int, Sample]]) -> list[int | None]:

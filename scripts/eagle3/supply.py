@@ -42,7 +42,8 @@ class Supply:
         members = [self.plan.train[i] for i in indices]
         if self.follow:
             return self.follow.take(members, wait)
-        return [self.plan.found[sample.id] for sample in members if sample.id in self.plan.found]
+        found = self.plan.found
+        return members if found is None else [found[sample.id] for sample in members if sample.id in found]
 
     def members_and_counts(self, bins: list[list[int]]) -> tuple[list[list[Sample]], np.ndarray]:
         """The samples of each of this rank's bins, and the step's loss rows (K,) over all ranks."""
@@ -57,8 +58,8 @@ class Supply:
     def batches(self, done: int) -> Iterator[Batch | None]:
         """This rank's batches of all steps behind `done`, one after the other; None where nothing of one was read."""
         args, process = self.args, self.process
-        planned = [(epoch, indices) for epoch, bins in self.plan.schedule[done:]
-                   for indices in bins[process.rank::process.world]]
+        planned = ((epoch, indices) for epoch, bins in self.plan.schedule[done:]
+                   for indices in bins[process.rank::process.world])
         reader = Reader(self.K, self.shape, process.device.type == "cuda", len(self.plan.train))
         for (epoch, indices), loaded, waited in feed(planned, reader.load, args.num_workers, process.device,
                                                      process.dtype, lambda item, wait: self.present(item[1], wait)):
