@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import struct
 import threading
 import time
 import zipfile
@@ -29,6 +30,7 @@ REMEMBER = 10_000  # samples; of fewer, reading all takes a second
 FLUSH_S = 5.0      # a kill loses no more than that of placed.bin
 COLUMNS = ("part", "offset", "prompt_len", "tokens", "truncated", "largest")  # of samples.Sample, besides its id
 RECORD = np.dtype([("name", "<u8"), ("line", "<u8"), ("stat", "<i8", 4)])
+PACKED = struct.Struct("<QQ4q")
 
 
 # ---- responses/ ----
@@ -139,10 +141,9 @@ class Placed:
         """The file of `sample` was found in place, with its line."""
         if not self.used:
             return
-        record = np.zeros(1, RECORD)
-        record["name"], record["line"], record["stat"] = number_of(sample.id), line_of(sample, checksum), stat_of(path)
+        record = PACKED.pack(number_of(sample.id), line_of(sample, checksum), *stat_of(path))
         with self.lock:
-            self.fresh += record.tobytes()
+            self.fresh += record
             due = time.monotonic() - self.flushed > FLUSH_S
         if due:
             self.flush()
