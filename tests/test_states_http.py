@@ -351,5 +351,6 @@ def test_only_a_whole_file_is_ever_in_place(there, tmp_path):
         source.bring(name, "x", tmp_path / "here", lambda: next(calls) > 3)
         assert not files_in(tmp_path / "here")
         proxy.close()
+        source.hang_up()
         with pytest.raises(Away):
             source.left(run_prefix(tmp_path, remote=True))
