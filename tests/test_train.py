@@ -610,13 +610,6 @@ def test_fewer_micro_batches_than_ranks_are_refused():
         plan_epochs(args, samples, SimpleNamespace(world=50))
 
 
-def test_a_rank_that_does_not_see_the_output_folder_is_refused(run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "join_processes", lambda *flags: Process(1, 2, torch.device("cpu"), torch.float32))
-    monkeypatch.setattr(train.dist, "monitored_barrier", lambda *group, **limits: None)
-    with pytest.raises(UserError, match="rank 1 does not see what rank 0 wrote"):
-        train.main(list(map(str, arguments(run_folder, tmp_path / "output"))))
-
-
 @pytest.mark.parametrize("prefix, dtype", [("", torch.float16), ("language_model.", torch.bfloat16)])
 def test_reads_single_tensors_of_a_sharded_target(tmp_path, prefix, dtype):
     folder = write_target(tmp_path / "t", prefix=prefix, dtype=dtype)
