@@ -41,7 +41,8 @@ def quantised(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tenso
     """
     states = rows.view(len(rows), -1, width)
     largest = states.abs().amax(-1).float()
-    scales = (largest / LARGEST).clamp_(*SCALE_RANGE).masked_fill_(largest == 0, 1.0)
+    # The same on every device: CUDA makes this of a division by a number, a CPU does not
+    scales = (largest * (1 / LARGEST)).clamp_(*SCALE_RANGE).masked_fill_(largest == 0, 1.0)
     # In float32, and not in place: SGLang goes on with the rows. Clamped: beyond 448 would be NaN
     scaled = (states / scales[:, :, None]).clamp_(-LARGEST, LARGEST)
     return scaled.to(FP8).reshape(rows.shape), scales

@@ -45,7 +45,7 @@ def reference(rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
             part = rows[row, state * width:(state + 1) * width]
             largest = np.float32(max(abs(value) for value in part))
             if largest:
-                scales[row, state] = min(max(largest / np.float32(448), np.float32(2.0 ** -126)), np.float32(7.5e35))
+                scales[row, state] = min(max(largest * np.float32(1 / 448), np.float32(2.0 ** -126)), np.float32(7.5e35))
             for at, value in enumerate(part):
                 size = min(abs(value / scales[row, state]), np.float32(448))
                 away = np.abs(table - np.float64(size))

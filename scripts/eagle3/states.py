@@ -35,10 +35,10 @@ SCALES = {"aux_hidden_states": "aux_scales", "last_hidden_states": "last_scales"
 # become other ones, empties the set first.
 SAME_CAPTURE = {
     "2b4093189eaed67976ebea313bf1d394f955d9eeebe21420c53179ebbd64dec9",
+    "788cebaa1be430fa5ddf19a94bcf9bba667b1e7945d269640f7e470f2c035603",
     "7c0feccf78c6373e07f9c28ef396df4959553712487eff4324205a7e3a958120",
     "7c498414ce0bdcd2b8c86e6a520526d154619ad1828ae784543d240a02139f8c",
     "9b08a1a63f69d11306367d543fec0330d9012b29c67461ccaae1683fa6c8bdef",
-    "b96186cbe1974133a6242472d5545fafbad00e6e213d24e5052f3b4f26e0c35b",
     "e4bafcec6eb1bc00805ed8fd66172e2ee3359e37ebb51a5cbbf860c67c12658e",
 }
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}  # safetensors' name: torch's, bytes
