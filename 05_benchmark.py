@@ -33,6 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import adaptive, bench_flags, binding, break_even, simulated  # noqa: E402
+from eagle3.answers import answer_chapter, answer_figures, answer_lines, check_prompts  # noqa: E402
 from eagle3.bench_prompts import (check_ids, contexts_of, load_prompts, prompts_of_training,  # noqa: E402
                                   request_ids)
 from eagle3.endpoints import Endpoints, contact  # noqa: E402
@@ -55,7 +56,7 @@ from eagle3.variants import (DraftFolder, drafter_hashes, drafter_variants, flag
                              sweep_variants)
 
 STAGE = "05_benchmark"
-RESTATED = ("slo-ttft-ms", "slo-itl-ms", "usd-per-hour")  # figures hang on them, measurements do not
+RESTATED = ("slo-ttft-ms", "slo-itl-ms", "usd-per-hour", "check-answers", "run-code")  # of the report alone
 UNTOLD = {"base-url", "baseline-url", "api-key-env", "launch-timeout", "request-timeout", "usd-per-hour", "run-dir",
           "config", "trust-remote-code"}  # of the manifest
 
@@ -92,7 +93,7 @@ def hashes_of(bench: Benchmark) -> dict[str, str]:
     def digest(value) -> str:
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
-    found = {"prompts": digest(bench.prompts)}
+    found = {"prompts": digest([{key: prompt[key] for key in prompt if key != "check"} for prompt in bench.prompts])}
     drafters = simulated.bound(bench.drafters) if bench.args.break_even else bench.drafters
     for variant, drafter in (drafters or {"": bench.drafter("")}).items():
         hashes = {"prediction": digest(drafter.about), **(drafter_hashes(drafter.folder) if drafter.folder else {})}
@@ -140,6 +141,8 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
         found["adaptive"] = adaptive_of(bench)
     if args.doctor:
         found["doctor"] = examine_drafter(bench, found["variants"])
+    if args.check_answers and plots:  # at the end: code of answers may take long
+        found["answers"] = answer_figures(bench.measured, bench.prompts, bench.tokenizer, args)
     if args.break_even:
         earlier = out.parent / "report.json"  # of a drafter that was measured there
         break_even.added(found, bench.measured.units, predictions,
@@ -147,7 +150,8 @@ def write_report(bench: Benchmark, plots: bool) -> dict:
     drawn, found["not_drawn"] = draw_plots(found, out) if plots else ([], {})
     write_atomic(out / "report.json", json.dumps(cleaned(found), indent=1) + "\n")
     chapters = break_even.chapters(found) if args.break_even else [
-        *(adaptive.chapter(found["adaptive"]) if found.get("adaptive") else ()), *traffic_chapters(found)]
+        *(adaptive.chapter(found["adaptive"]) if found.get("adaptive") else ()), *traffic_chapters(found),
+        *answer_chapter(found)]
     text = break_even.markdown(found, drawn) if args.break_even else report_markdown(found, drawn, chapters)
     write_atomic(bench.report_path, clean(text))
     write_atomic(out / "report.html", html_report(found, chapters))
@@ -219,6 +223,8 @@ def say(bench: Benchmark) -> None:
         log(adaptive.summary(rows))
     for rate, row in found["rates"].items():
         log(f"verdict at {rate}: {rate_verdict(row)}")
+    for sentence in answer_lines(found):
+        log(sentence)
     if bench.args.doctor:
         log_findings(found["doctor"])
         log(f"doctor: {found['doctor']['summary']}")
@@ -241,7 +247,7 @@ def finish(bench: Benchmark) -> None:
 
 def measure_and_report(bench: Benchmark) -> None:
     args, out = bench.args, bench.args.output_dir
-    tokenizer = choose_tokenizer(bench)
+    bench.tokenizer = tokenizer = choose_tokenizer(bench)
     bench.endpoints.check_drafter(bench.drafters)
     for variant in bench.variants if args.launch else ():
         named = [bench.endpoints.flag(variant, f"--{name}") for name in ("model-path", "speculative-draft-model-path")]
@@ -250,6 +256,8 @@ def measure_and_report(bench: Benchmark) -> None:
     if args.break_even:
         bench.prompts = simulated.some(bench.prompts, max(args.concurrency), args.max_tokens)
     check_ids(bench.prompts, [*args.draft_path, tokenizer])
+    if args.check_answers:
+        check_prompts(bench.prompts, args.run_code)
     if any("turns" in prompt for prompt in bench.prompts):
         bench.next_turn = Conversation(tokenizer, args.trust_remote_code).next_turn
     bench.inputs = hashes_of(bench)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, post, run_script
 from eagle3 import gpu_state, load
+from eagle3.answers import program_of, run_program
 from eagle3.bench_prompts import all_rows, load_prompts, prompts_of_training
 from eagle3.doctor import Facts, diagnose
 from eagle3.endpoints import contact, flush_cache, probe_difference
@@ -261,7 +262,7 @@ def test_a_torn_end_of_raw_is_cut_off(tmp_path):
 # ---- prompts ----
 def prompt_args(**given):
     return argparse.Namespace(**{"prompts": [], "dataset": [], "ids": None, "limit": None, "thinking": ["on"],
-                                 "trust_remote_code": False, "turns": 1, "context": [], "context_text": []}
+                                 "trust_remote_code": False, "turns": 1, "context": [], "context_text": [], "check_answers": False}
                               | given)
 
 
@@ -291,6 +292,16 @@ def test_data_sets_by_name_from_a_local_copy(tmp_path, name, row, text):
     (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
     rows = all_rows(prompt_args(dataset=[f"{name}={tmp_path / 'd.jsonl'}"]))
     assert [(r["id"], r["source"], r["prompt"]) for r in rows] == [(f"{name}-{n}", name, text) for n in range(2)]
+
+
+def test_rows_of_a_data_set_bring_what_their_answers_are_held_against(tmp_path):
+    (tmp_path / "g.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4"}) + "\n")
+    (tmp_path / "h.jsonl").write_text(json.dumps({"prompt": "def f():\n", "test": "def check(c):\n    assert c() == 1\n", "entry_point": "f"}) + "\n")
+    data = [f"gsm8k={tmp_path / 'g.jsonl'}", f"humaneval={tmp_path / 'h.jsonl'}"]
+    number, code = load_prompts(prompt_args(dataset=data, check_answers=True), str(TINY_KIMI))
+    assert number["check"] == {"answer": "2 + 2 = 4\n#### 4", "prompt": "2 + 2?"} and code["check"]["entry_point"] == "f"
+    assert [run_program(program_of(f"    return {n}", code["check"])) for n in (1, 2)] == ["passed", "wrong"]
+    assert not any("check" in prompt for prompt in load_prompts(prompt_args(dataset=data), str(TINY_KIMI)))
 
 
 def test_bad_prompts_are_one_line(tmp_path):

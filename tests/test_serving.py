@@ -199,7 +199,7 @@ def test_a_sampling_server_accepts_a_draft_with_the_targets_own_probability(run,
         accept = Sampled(SETTINGS, head).accept(batch, drafts)[:, 0, start + at - 1 - sample.rows(STEPS)[0]]  # behind token start + at
         for setting, chance in zip(SETTINGS, accept):
             chances[row["id"], setting] = float(chance)
-            asked += [(row["id"], setting, row["prompt_ids"] + row["response_ids"][:at], row["response_ids"][at])] * 12
+            asked += [(row["id"], setting, row["prompt_ids"] + row["response_ids"][:at], row["response_ids"][at])] * 6
 
     def ask(name, setting, ids, token):
         body = {"max_new_tokens": 2, "temperature": setting.temperature, "top_p": setting.top_p, "ignore_eos": True}

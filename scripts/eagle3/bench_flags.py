@@ -20,7 +20,7 @@ MOST_STEPS, MOST_POINTS = 16, 5  # of --break-even
 MAY_CHANGE = {"base-url", "baseline-url", "api-key-env", "launch-timeout", "request-timeout", "usd-per-hour", "run-dir",
               "config", "repeats", "trust-remote-code", "draft-path", "prompts", "dataset", "ids", "tokenizer",
               "output-dir", "context-text", "slo-ttft-ms", "slo-itl-ms", "break-even", "steps",
-              "accept-points", "adaptive"}
+              "accept-points", "adaptive", "check-answers", "run-code"}
 # Flags that older folders lack, and the values that change nothing: with those a folder is not bound to the flag
 YOUNGER = {"turns": 1, "context": [], "request-rate": []}
 
@@ -50,6 +50,12 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--fixed-length", action="store_true", help="ignore stop tokens: every answer has --max-tokens")
     add("--temperature", type=float, default=0.0, metavar="F")
     add("--top-p", type=float, default=1.0, metavar="F")
+    add("--check-answers", action="store_true",
+        help='hold answers against the "answer" (a number) or "tests" (Python) of their rows, as of --dataset gsm8k '
+             "and humaneval: how often they are right, plain and speculative")
+    add("--run-code", action="store_true",
+        help="with --check-answers: run the code of answers for their tests, as this user, in processes with limits on "
+             "time, memory and files; a model wrote it, so do that in a container")
     add("--repeats", type=int, metavar="N",
         help="measure all N times, the order of the variants turned round each time; one run gives no verdict, as "
              f"two runs of the same differ (default {REPEATS}; of --sweep and --doctor {REPEATS_OF_SWEEP}). May be "
@@ -108,6 +114,8 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError("--launch needs --config: the run file's `servers` say what to start.")
     if args.doctor and not args.draft_path:
         raise UserError("--doctor examines a drafter: name it with --draft-path.")
+    if args.run_code and not args.check_answers:
+        raise UserError("--run-code is for --check-answers: alone it checks nothing.")
     if args.sweep and not args.launch:
         raise UserError("--sweep restarts the server with other flags, so it needs --launch.")
     if args.adaptive and not args.sweep:

@@ -24,14 +24,16 @@ DATASETS = {
 WITHOUT_VALIDATION = 64  # prompts of each source
 ROOM_OF_TEXT = 20  # characters kept to pad with, for each token of the longest --context
 FORMS = ("prompt_ids", "messages", "prompt", "turns")  # of a row; the first one that is there counts
+CHECKS = ("answer", "tests", "entry_point")  # of a row: what its answer is held against (answers.py)
+CHECK_COLUMNS = {"gsm8k": {"answer": "answer"}, "humaneval": {"tests": "test", "entry_point": "entry_point"}}
 
 
 def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
     """[{"id", "source", "thinking", "prompt_ids"}] of --prompts, --dataset, --ids, --limit, --thinking and --context.
 
     With --context also "context", and the prompts of one length stand together; with several turns (--turns) also
-    "turns", the later questions, and "messages". The tokenizer is loaded only when something has to be rendered.
-    Raises UserError.
+    "turns", the later questions, and "messages"; with --check-answers also "check", of rows that have one.
+    The tokenizer is loaded only when something has to be rendered. Raises UserError.
     """
     rows, others = wanted_rows(args)
     tokenizer = None
@@ -64,7 +66,7 @@ def messages_of(row: dict) -> list[dict]:
 
 def prompts_of_row(row: dict, args: argparse.Namespace, tokenizer) -> Iterator[dict]:
     """One a mode; a row's own ids as they are. Raises UserError."""
-    about = {"id": row["id"], "source": row["source"]}
+    about = {"id": row["id"], "source": row["source"], **check_of(row, args)}
     if "prompt_ids" in row:
         yield {**about, "thinking": "recorded", "prompt_ids": row["prompt_ids"]}
         return
@@ -79,6 +81,11 @@ def prompts_of_row(row: dict, args: argparse.Namespace, tokenizer) -> Iterator[d
 def later_turns(row: dict, messages: list[dict], args: argparse.Namespace) -> dict:
     later = (row.get("turns") or ())[1:args.turns]
     return {"turns": later, "messages": messages} if later else {}
+
+
+def check_of(row: dict, args: argparse.Namespace) -> dict:
+    found = {key: row[key] for key in CHECKS if args.check_answers and key in row}
+    return {"check": found | ({"prompt": row["prompt"]} if "prompt" in row else {})} if found else {}
 
 
 def padded_prompts(rows: list[dict], name: str, padding: Padding, args: argparse.Namespace, tokenizer) -> list[dict]:
@@ -98,7 +105,8 @@ def padded_prompts(rows: list[dict], name: str, padding: Padding, args: argparse
                 continue
             suffix = f"@{mode}" if len(args.thinking) > 1 else ""
             prompts.append({"id": f"{row['id']}{suffix}@{name}", "source": row["source"], "thinking": mode,
-                            "prompt_ids": found[1], "context": name, **later_turns(row, found[0], args)})
+                            "prompt_ids": found[1], "context": name, **check_of(row, args),
+                            **later_turns(row, found[0], args)})
     if not prompts:
         raise UserError(f"--context {name}: every prompt is longer than {tokens} tokens. Name a greater length.")
     log(f"context {name}: {len(prompts)} prompts of {min(len(prompt['prompt_ids']) for prompt in prompts)} to "
@@ -207,7 +215,7 @@ def rows_of_path(path: Path) -> Iterator[dict]:
     for file in files:
         for row in read_jsonl(file):
             source = str(row.get("source") or "responses") if responses else file.stem
-            yield {"source": source, **{key: row[key] for key in ("id", *FORMS) if key in row}}
+            yield {"source": source, **{key: row[key] for key in ("id", *FORMS, *CHECKS) if key in row}}
 
 
 def rows_of_dataset(spec: str) -> Iterator[dict]:
@@ -221,12 +229,14 @@ def rows_of_dataset(spec: str) -> Iterator[dict]:
         data = load_dataset("json", data_files=local, split="train") if local else \
             load_dataset(hub, configuration, split=split)
         questions = data[column]
+        checks = {key: data[of] for key, of in CHECK_COLUMNS.get(name, {}).items() if of in data.column_names}
     except Exception as error:  # the library raises its own, the hub's and the file system's errors
         raise UserError(f"--dataset {spec}: {' '.join(str(error).split())[:300]}. "
                         f"Offline, name a JSONL file: {name}=FILE.") from None
     for number, question in enumerate(questions):
         turns = question if isinstance(question, list) else [question]  # MT-Bench has two
-        yield {"id": f"{name}-{number}", "source": name, "prompt": turns[0], "turns": turns}
+        yield {"id": f"{name}-{number}", "source": name, "prompt": turns[0], "turns": turns,
+               **{key: column[number] for key, column in checks.items()}}
 
 
 # ---- rendering ----

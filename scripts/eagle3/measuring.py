@@ -58,6 +58,7 @@ class Benchmark:
     next_turn: NextTurn | None = None  # where prompts have several
     settled: adaptive.Settled | None = None  # by a sweep that is finished
     met: str | None = None  # the variant whose server has been looked at
+    tokenizer: str = ""  # the folder of what renders prompts
     unable: dict[str, str] = field(default_factory=dict)  # sweep points that were left out, and why
 
     @property
