@@ -261,6 +261,31 @@ def test_sampled_verification_of_a_chain():
     assert verify_sampled(CHAIN, [9, 1, 2], certain, [0.999, 0.999, 0.0], 0.999)[:2] == ([0, 1], [1, 1])
 
 
+@pytest.mark.gpu
+def test_sampled_verification_is_that_of_the_compiled_kernel():
+    """Of the SGLang that is here: random trees of four drafts (topk 2), probabilities and coins."""
+    try:
+        from sglang.kernels.ops.speculative.sampling import tree_speculative_sampling_target_only as compiled
+    except ImportError:  # before 0.5.23
+        compiled = pytest.importorskip("sgl_kernel").tree_speculative_sampling_target_only
+    B, n, vocabulary, steps = 256, 5, 64, 2
+    torch.manual_seed(0)
+    _, _, index, child, sibling = build_tree(torch.tensor([[-1, 0, 1]] * B), torch.tensor([[0, 1, 3, 4]] * B), [10] * B, 2, 2, n)
+    probs = torch.randn(B, n, vocabulary).mul_(2).softmax(-1)
+    candidates = probs.topk(2, -1).indices[:, [0, 0, 0, 1, 2], [0, 0, 1, 0, 0]]  # children of the root: its two likeliest tokens
+    found = []
+    for function, device in ((kernels.tree_speculative_sampling_target_only, "cpu"), (compiled, "cuda")):
+        torch.manual_seed(1)
+        coins, last = torch.rand(B, n), torch.rand(B)
+        predicts, count = torch.zeros(B * n, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+        given = [x.to(device) for x in (predicts, torch.full((B, steps + 1), -1, dtype=torch.int32), count, candidates, index, child, sibling, coins, last,
+                                        probs.clone(), torch.zeros_like(probs))]
+        function(*given, 1.0, 1.0, True)
+        predicts, accepted, count = (x.cpu() for x in given[:3])
+        found.append([(path := accepted[b, :count[b] + 1].tolist(), predicts[path].tolist()) for b in range(B)])
+    assert found[0] == found[1] and {len(path) for path, _ in found[0]} == {1, 2, 3}
+
+
 @pytest.mark.parametrize("tree", [CHAIN, FORK])
 def test_what_is_emitted_first_is_drawn_as_the_target_draws(tree):
     """Over a grid of coins; the second branch is tried where the first is refused."""

@@ -19,6 +19,9 @@ from eagle3.stage import UserError
 from eagle3.trainer import choose_pass
 
 
+SORTED = 6  # times the memory of logits that a nucleus takes
+
+
 def walk(right: np.ndarray, start: int, end: int, steps: int, first: int) -> list[int]:
     """Correct drafts of each verify step of a greedy server over the response tokens [start, end) of one sample.
 
@@ -49,9 +52,11 @@ class Sampled:
         """
         K, R = len(drafts), len(batch.last)
         tokens = torch.stack([F.pad(own, (k, 0))[:R] for k, own in enumerate(drafts)], 1)  # (R, K) by row of the state
-        found = torch.cat([torch.stack([probabilities(logits_of(batch.last[rows], self.head), tokens[rows], setting)
-                                        for setting in self.settings]) for rows in chunks(R, len(self.head))], 1)
-        found = F.pad(found, (0, 0, 0, K))
+        parts = []
+        for rows in chunks(R, SORTED * len(self.head)):
+            logits = logits_of(batch.last[rows], self.head)
+            parts.append(torch.stack([probabilities(logits, tokens[rows], setting) for setting in self.settings]))
+        found = F.pad(torch.cat(parts, 1), (0, 0, 0, K))
         return torch.stack([found[:, k:k + R, k] for k in range(K)], 1).float().cpu().numpy()
 
 
