@@ -177,3 +177,5 @@ def test_a_measurement_of_before_is_checked_without_asking_anybody(tmp_path):
         assert plain.asked + fast.asked == asked
         done = run_here("05_benchmark", *argv, "--run-code")
         assert done.returncode == 2 and "--run-code is for --check-answers" in done.stderr
+        done = run_here("05_benchmark", *argv, "--check-answers", "--break-even")
+        assert done.returncode == 2 and "--check-answers: with --break-even" in done.stderr

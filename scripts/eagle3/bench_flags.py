@@ -114,6 +114,9 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError("--launch needs --config: the run file's `servers` say what to start.")
     if args.doctor and not args.draft_path:
         raise UserError("--doctor examines a drafter: name it with --draft-path.")
+    if args.check_answers and args.break_even:
+        raise UserError("--check-answers: with --break-even the drafts are made up, and so are the answers. Leave out "
+                        "one of them.")
     if args.run_code and not args.check_answers:
         raise UserError("--run-code is for --check-answers: alone it checks nothing.")
     if args.sweep and not args.launch:
