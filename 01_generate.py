@@ -46,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3.account import Account, over_half  # noqa: E402
 from eagle3.api import discover  # noqa: E402
 from eagle3.asking import Session, room_needed  # noqa: E402
+from eagle3.growth import grown_from, set_back  # noqa: E402
 from eagle3.masking import clean, masked  # noqa: E402
 from eagle3.network import ensure_open_files, read_key  # noqa: E402
 from eagle3.responses import drop_row, part_files  # noqa: E402
@@ -264,7 +265,8 @@ def answer_all(args, key: str | None, store: Store, sources: list[Source], confi
         f"{len(store.done)} rows here already, {len(store.dropped)} dropped")
 
     # 3. ask
-    (args.output_dir / "manifest.json").unlink(missing_ok=True)  # of a smaller --limit or budget: it goes on from here
+    if (args.output_dir / "manifest.json").exists():  # of a smaller --limit or budget: it goes on from here
+        set_back(args.output_dir, STAGE)
     session = Session(args, key, service, tokens, store, sources)
     asyncio.run(session.work())
     halt = session.halt or session.too_many_failed()
@@ -348,7 +350,7 @@ def finish(folder: Path, dropped: dict[str, dict], about: dict, cost: dict, acco
     balance = {"by_source": account.report(), "without_reasoning": bare} if account else {}
     write_atomic(folder / "report.json",
                  json.dumps({"counts": counts, **report, "cost": cost, **balance}, indent=1) + "\n")
-    write_manifest(folder, STAGE, **about, counts=counts, **report, files=files)
+    write_manifest(folder, STAGE, **about, counts=counts, **report, files=files, **grown_from(folder))
     say_what_was_kept(counts, report, cost)
     for line in [*(account.lines() if account else ()), *over_half(counts["dropped"], report["flags"], len(ids), bare)]:
         log(line)

@@ -30,16 +30,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3.drafter_files import DrafterFiles, vocabulary_of, weights_sha256  # noqa: E402
+from eagle3.growth import grown_from, set_back  # noqa: E402
 from eagle3.stage import (SCHEMA, UserError, bar, log, open_stage, parse_args, read_manifest, run,  # noqa: E402
                           sha256_file, write_atomic, write_manifest)
 from eagle3.store import DISK_ERRORS, cannot_write, check_room  # noqa: E402
 from eagle3.target import text_config  # noqa: E402
 from eagle3.tokens import load_tokenizer, token_id, tokenizer_hash  # noqa: E402
 from eagle3.turn_tokens import find_turn_tokens  # noqa: E402
-from eagle3.vocabulary import FILES, choose, covered, read_reused, write_mapping  # noqa: E402
+from eagle3.vocabulary import FILES, choose, covered, read_mapping, read_reused, write_mapping  # noqa: E402
 
 STAGE = "02_build_vocab"
-MAY_CHANGE = {"data_dir", "tokenizer", "output_dir", "workers", "config", "trust_remote_code",
+MAY_CHANGE = {"data_dir", "tokenizer", "output_dir", "workers", "config", "trust_remote_code", "rechoose",
               "from_drafter"}  # hashed in `inputs`, or below
 TABLE = (256, 512, 1024, 2048, 4096, 8192, 16384, 32000, 65536, 131072)  # sizes in the coverage table
 BATCH = 1 << 20  # tokens counted at once: bincount touches all of Vt each time
@@ -69,6 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--from-drafter", type=Path, metavar="DIR",
         help="take the map of this drafter, whoever trained it, to finetune or evaluate it; special tokens that it "
              "lacks are named")
+    add("--rechoose", action="store_true",
+        help="where the responses have grown since: choose the map anew (without it the map stays as it is, and what "
+             "it covers of them now is said)")
     add("--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes that count")
     return parser
 
@@ -103,9 +107,17 @@ def main(argv: list[str]) -> None:
         "reuse": sha256_file(args.reuse / "manifest.json") if args.reuse else None}
     if args.from_drafter:  # a folder of before there was the flag says nothing of it
         config["from_drafter"] = weights_sha256(args.from_drafter)
-    with open_stage(args.output_dir, config, set()):
+    of_before = grown_since(args.output_dir, responses)
+    grown = of_before is not None
+    if grown and not args.rechoose:
+        config["inputs"] = inputs | {"responses": of_before}
+    with open_stage(args.output_dir, config, set(), lambda old: old | {"inputs": config["inputs"]} if grown else old):
+        if (args.output_dir / "manifest.json").exists() and grown and args.rechoose:
+            set_back(args.output_dir, STAGE)
         if (args.output_dir / "manifest.json").exists():
             log(f"complete already: {read_manifest(args.output_dir, STAGE)['counts']}")
+            if grown:
+                say_coverage(args, responses, vocab_size)
         else:
             try:
                 check_room(args.output_dir, vocab_size + 8 * args.draft_vocab_size + 1_000_000)
@@ -121,6 +133,27 @@ def main(argv: list[str]) -> None:
                 if not (args.output_dir / "manifest.json").exists():  # nothing is worth keeping: the mended command
                     (args.output_dir / "stage.json").unlink(missing_ok=True)  # may begin in this folder
     log(f"done: {args.output_dir}")
+
+
+def grown_since(folder: Path, responses: dict) -> str | None:
+    """The hash of the responses that a complete map was chosen for, where these (01's manifest) grew from them."""
+    if not (folder / "manifest.json").exists():
+        return None
+    known = read_manifest(folder, STAGE).get("inputs", {}).get("responses")
+    return known if known in [entry["manifest"] for entry in responses.get("grown_from", [])] else None
+
+
+def say_coverage(args, responses: dict, vocab_size: int) -> None:
+    """Of the map as it is, over responses that have grown since; also into grown.json. Raises UserError."""
+    target_ids = read_mapping(args.output_dir, vocab_size)
+    every = count_files(args, responses, vocab_size)[0].sum(0)
+    forced = sorted(special_ids(args.tokenizer, args.trust_remote_code, args.special_tokens).values())
+    now, anew = covered(every, target_ids), covered(every, choose(every, forced, args.draft_vocab_size))
+    result = {"responses": sha256_file(args.data_dir / "manifest.json"), "kept": responses["counts"]["kept"],
+              "tokens": int(every.sum()), "coverage": now, "coverage_chosen_anew": anew}
+    write_atomic(args.output_dir / "grown.json", json.dumps(result, indent=1) + "\n")
+    log(f"the responses have grown: the map, left as it is, covers {100 * now:.3f} % of their {result['tokens']:,} "
+        f"tokens; chosen anew it would cover {100 * anew:.3f} % (--rechoose; 04 then needs another --output-dir)")
 
 
 def build(args, responses: dict, reused: np.ndarray | None, config: dict) -> None:
@@ -171,7 +204,7 @@ def build(args, responses: dict, reused: np.ndarray | None, config: dict) -> Non
     write_manifest(args.output_dir, STAGE, config=json.loads(json.dumps(config, default=str)), inputs=config["inputs"],
                    counts={"kept": n_rows, "dropped": {}},
                    files={name: sha256_file(args.output_dir / name) for name in (*FILES, "vocab_mapping.json")},
-                   versions={"python": sys.version.split()[0], "numpy": np.__version__})
+                   versions={"python": sys.version.split()[0], "numpy": np.__version__}, **grown_from(args.output_dir))
 
 
 # ---- counting ----

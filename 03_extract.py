@@ -313,7 +313,7 @@ def extract(args) -> None:
     read = Rows(args.data_dir, folder, args.max_length, args.limit)
     parts, inputs = read.parts, {"responses": sha256_file(args.data_dir / "manifest.json")}
     incoming = (args.capture_dir or folder / ".incoming").absolute()
-    lock = open_folder(args, folder, inputs)  # noqa: F841  held until this returns
+    lock = open_folder(args, folder, inputs, parts)  # noqa: F841  held until this returns
     log(f"config {json.dumps(vars(args), default=str)}")
     kept = read_manifest(args.data_dir, "01_generate").get("counts", {}).get("kept")
     log(f"inputs {json.dumps(inputs)} | responses {kept}")
@@ -326,7 +326,7 @@ def extract(args) -> None:
     journal = Journal(folder)
     if args.redo_failed:
         redo_failed(journal)
-    complete = is_complete(args, folder)
+    complete = is_complete(args, folder, inputs)
     if complete and not args.verify:
         log("complete already")
         return

@@ -108,7 +108,7 @@ stage() {
   local log=$logs/$1.log code=0 began=$SECONDS again=''
   say "$1 (log: $log)"
   # a complete folder was verified before its manifest was written: terabytes are not read again for each call
-  [ "$1" != 03_extract ] || [ -n "$only" ] || [ ! -f "$hidden_states/manifest.json" ] || again=--no-verify
+  [ "$1" != 03_extract ] || [ -n "$only" ] || wants_more extract "$hidden_states" || again=--no-verify
   bound -u "$1.py" --config "$config" $again > >(tee -a "$log") 2>&1 & stage_pid=$!
   while kill -0 "$stage_pid" 2>/dev/null; do
     [ -z "$server" ] || kill -0 "$server" 2>/dev/null || { kill "$stage_pid"; server_failed; }
@@ -121,7 +121,19 @@ stage() {
 }
 
 # 01 and 03 talk to a patched SGLang; both finished means that it is not needed again
-needs_server() { [ "$1" = 01_generate ] && [ ! -f "$responses/manifest.json" ] || [ "$1" = 03_extract ] && [ ! -f "$hidden_states/manifest.json" ]; }
+wants_more() { # whether the stage of the run file's section $1 has more to do in folder $2
+  "$py" -c '
+import pathlib, sys
+sys.path.insert(0, "scripts")
+from eagle3.growth import wants_more
+from eagle3.stage import read_run_file
+config, section, folder, responses = sys.argv[1:]
+sys.exit(not wants_more(read_run_file(pathlib.Path(config)).get(section) or {}, pathlib.Path(folder), pathlib.Path(responses)))' \
+    "$config" "$1" "$2" "$responses"
+}
+needs_server() {
+  [ "$1" = 01_generate ] && wants_more generate "$responses" || [ "$1" = 03_extract ] && wants_more extract "$hidden_states"
+}
 for name in ${only:-$stages}; do
   if needs_server "$name"; then [ -n "$server" ] || start_server
   elif [ "$name" = 04_train ] || [ "$name" = 05_benchmark ]; then stop_server; fi

@@ -1,6 +1,7 @@
 """01_generate.py: against the real SGLang on a CPU, and against an API server with bad manners."""
 import asyncio
 import errno
+import hashlib
 import json
 import os
 import random
@@ -535,7 +536,13 @@ def test_limit_grows_and_a_changed_wish_is_refused(tmp_path, capsys):
         argv = flags(api.url, prompts(tmp_path / "p.jsonl", 9), tmp_path / "out")
         assert run_here([*argv, "--limit", 4], capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 4
         assert "complete already" in run_here([*argv, "--limit", 4], capsys)[1]
+        small = (tmp_path / "out/manifest.json").read_bytes()
         assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 9 and set(api.asked.values()) == {1}
+        grown = json.loads((tmp_path / "out/manifest.json").read_text())
+        assert grown["grown_from"] == [{"manifest": hashlib.sha256(small).hexdigest(), "kept": 4}]
+        assert run_here(flags(api.url, tmp_path / "p.jsonl", tmp_path / "at once"), capsys)[0] == 0
+        once = json.loads((tmp_path / "at once/manifest.json").read_text())
+        assert once["files"] == grown["files"] and once == {key: grown[key] for key in grown if key != "grown_from"}
         code, _, err = run_here([*argv, "--temperature", 0.3], capsys)
         assert code == 2 and "temperature: 1.0 there, 0.3 now" in err
         write_jsonl(tmp_path / "p.jsonl", [{"id": "x", "prompt": "other"}])

@@ -1,17 +1,22 @@
 """Folders that grow and end early: closed with what they have, gone on with more prompts, responses or a higher limit; and
 what the later stages make of it."""
+import hashlib
 import json
+import os
 import shutil
+import signal
+import subprocess
 
 import pytest
 
-from eagle3.growth import as_of, earlier, set_back
+from eagle3.growth import as_of, earlier, grown_from, set_back, wants_more
 from eagle3.stage import UserError, sha256_file
 from eagle3.states import sample_path
 from conftest import load_script
-from stand_in import StandIn
-from test_extract import Stage, contents, stage  # noqa: F401  stage: a fixture
-from test_follow import toy, toy_arguments  # noqa: F401  toy: a fixture
+from stand_in import StandIn, write_responses
+from test_extract import Stage, command, contents, stage  # noqa: F401  stage: a fixture
+from test_follow import drafter, toy, toy_arguments  # noqa: F401  toy: a fixture
+from test_vocab import build, maps, responses
 
 train = load_script("04_train")
 
@@ -97,8 +102,9 @@ def leave_out(data, gone: list[str], **more) -> None:
     lines = [line for line in (data / "landed.jsonl").read_text().splitlines(True)
              if json.loads(line).get("id") not in gone]
     (data / "landed.jsonl").write_text("".join(lines))
-    changed = {"index_sha256": sha256_file(data / "index.jsonl"), **more}
-    (data / "manifest.json").write_text(json.dumps({**manifest_of(data), **changed}))
+    manifest = manifest_of(data) | {"index_sha256": sha256_file(data / "index.jsonl"), **more}
+    manifest["counts"]["kept"] = len(rows)
+    (data / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_04_trains_on_a_closed_folder_and_does_not_follow_one(toy, tmp_path):
@@ -109,3 +115,130 @@ def test_04_trains_on_a_closed_folder_and_does_not_follow_one(toy, tmp_path):
     assert counts["train"] + counts["validation"] == 20
     with pytest.raises(UserError, match="--close left out 130 of the samples by which this run has planned its steps"):
         train.main(toy_arguments(toy, data, tmp_path / "followed", "--follow"))
+
+
+# ---- more responses ----
+def with_responses(stage, names: list[str], **other: int) -> None:
+    """Responses of these ids, sorted as 01 sorts them; `other`: the last token of some."""
+    shutil.rmtree(stage.responses)
+    write_responses(stage.responses, [{"id": name, "prompt_ids": [5, 6, 7], "response_ids": [0, 0, 0, other.get(name, 0)]}
+                                      for name in sorted(names)])
+
+
+OLD = [f"s{number:02d}" for number in range(20)]
+NEW = [f"r{number:02d}" for number in range(5)] + [f"s{number:02d}x" for number in range(5)]  # before and between
+
+
+def test_more_responses_are_extracted_in_the_same_folder_killed_or_not(stage):
+    """Only the new ones are asked for; kill -9 amid them, and the end is that of the larger run begun at once."""
+    assert stage() == ""
+    assert not wants_more({}, stage.folder, stage.responses)
+    with_responses(stage, OLD + NEW)
+    assert wants_more({}, stage.folder, stage.responses)
+    server = stage.servers[0]
+    argv = command(stage.responses, stage.folder, server.url, stage.incoming, "--concurrency", 1)
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as process:
+        server.before = lambda name, folder: os.kill(process.pid, signal.SIGKILL) if len(server.asked) == 24 else None
+        assert process.wait() == -signal.SIGKILL and not stage.complete()
+    server.before = lambda name, folder: None
+    assert stage() == "" and set(server.asked[20:]) == set(NEW) and 30 <= len(server.asked) <= 31
+    fresh = Stage(stage.folder.parent / "fresh")
+    with_responses(fresh, OLD + NEW)
+    assert fresh() == ""
+    fresh.servers[0].close()
+    assert artifacts(stage.folder) == artifacts(fresh.folder)
+    assert not wants_more({}, stage.folder, stage.responses) and wants_more({"limit": 9}, stage.folder, stage.responses)
+    grown = manifest_of(stage.folder)
+    assert [entry["kept"] for entry in grown.pop("grown_from")] == [20] and grown == manifest_of(fresh.folder)
+    assert stage("--verify") == "" and "complete already" not in stage.out
+
+
+def test_growth_says_what_it_is(stage):
+    assert stage("--limit", 12) == ""
+    with_responses(stage, OLD + NEW)
+    assert stage() == ""
+    assert "the responses have grown: the 12 samples planned here are in them as they were, of 30 now" in stage.out
+    assert "complete with --limit 12, now --limit 0 of more responses: going on" in stage.out
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda stage: with_responses(stage, OLD[1:] + NEW), "s00 is not in it any more"),
+    (lambda stage: with_responses(stage, OLD + NEW, s07=9), "s07 differs from its file (ids are not the response's)")])
+def test_what_has_not_only_grown_is_refused(stage, change, words):
+    assert stage() == ""
+    before = contents(stage.folder)
+    change(stage)
+    said = stage()
+    assert "has not only grown since" in said and words in said and "Use the old responses or another" in said
+    assert contents(stage.folder) == before and len(stage.servers[0].asked) == 20
+    with_responses(stage, OLD + NEW)
+    assert "max_length: 0 there, 5 now" in stage("--max-length", 5) and contents(stage.folder) == before
+
+
+# ---- what 04 and 02 make of it ----
+def test_a_run_of_04_goes_on_with_the_samples_it_began_with(toy, tmp_path, monkeypatch):
+    """The folder grows between two of its calls: it ends in the bytes of a folder that never grew; a new output takes
+    all."""
+    data = shutil.copytree(toy / "hidden_states", tmp_path / "data", ignore=shutil.ignore_patterns("checked"))
+    leave_out(data, [f"s{number:03d}" for number in range(60, 150)])
+    argv = toy_arguments(toy, data, tmp_path / "output", "--save-every", 3)
+
+    class Killed(Exception):
+        pass
+
+    train.main(toy_arguments(toy, data, tmp_path / "undisturbed", "--save-every", 3))
+    end_step = train.Training.end_step
+
+    def killed(self, step):
+        end_step(self, step)
+        if step == 5:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Training, "end_step", killed)
+        with pytest.raises(Killed):
+            train.main(argv)
+    set_back(data, "03_extract")
+    for path in (toy / "hidden_states").glob("??/*.safetensors"):
+        shutil.copy(path, data / path.parent.name) if (data / path.parent.name).is_dir() else None
+    shutil.copy(toy / "hidden_states/index.jsonl", data / "whole")
+    (data / "whole").rename(data / "index.jsonl")  # as write_atomic replaces it
+    (data / "manifest.json").write_text(json.dumps({**manifest_of(toy / "hidden_states"), **grown_from(data)}))
+    said = []
+    monkeypatch.setattr("eagle3.processes.log", said.append)
+    train.main(argv)
+    assert drafter(tmp_path / "output") == drafter(tmp_path / "undisturbed")
+    assert any("has grown since" in line and "this run goes on with the 60 samples" in line for line in said), said
+    (data / "manifest.json").unlink()  # 03 at work again
+    train.main(argv)
+    (data / "manifest.json").write_text(json.dumps({**manifest_of(toy / "hidden_states"), **grown_from(data)}))
+    train.main(toy_arguments(toy, data, tmp_path / "all"))
+    counts = manifest_of(tmp_path / "all")["counts"]
+    assert counts["train"] + counts["validation"] > 60
+
+
+def test_02_says_what_its_map_covers_of_more_responses_and_leaves_it(tmp_path, capsys):
+    answers = [[token] * 5 for token in range(300, 500)]
+    data = responses(tmp_path / "responses", answers)
+    size = "--draft-vocab-size", 256
+    assert build(capsys, data, tmp_path / "map", *size)[0] == 0
+    old, manifest = (tmp_path / "map/manifest.json").read_bytes(), (data / "manifest.json").read_bytes()
+    shutil.rmtree(data)
+    more = answers + [[token] * 50 for token in range(700, 800)]
+    responses(data, more)
+    code, _, err = build(capsys, data, tmp_path / "map", *size)
+    assert code == 2 and "begun with another config (inputs" in err  # nobody says that they have grown
+    shutil.rmtree(data)
+    responses(data, more, grown_from=[{"manifest": hashlib.sha256(manifest).hexdigest(), "kept": 200}])
+    for _ in range(2):
+        code, out, _ = build(capsys, data, tmp_path / "map", *size)
+        assert code == 0 and "the map, left as it is, covers" in out and "--rechoose" in out
+        assert (tmp_path / "map/manifest.json").read_bytes() == old
+    said = json.loads((tmp_path / "map/grown.json").read_text())
+    assert said["tokens"] == 6000 and said["coverage"] < 0.2 < 0.8 < said["coverage_chosen_anew"]
+    assert "draft_vocab_size: 256 there" in build(capsys, data, tmp_path / "map", "--draft-vocab-size", 300, "--rechoose")[2]
+    assert build(capsys, data, tmp_path / "map", *size, "--rechoose")[0] == 0
+    assert build(capsys, data, tmp_path / "fresh", *size)[0] == 0
+    assert (maps(tmp_path / "map")[0] == maps(tmp_path / "fresh")[0]).all()
+    assert [entry["kept"] for entry in manifest_of(tmp_path / "map")["grown_from"]] == [200]
+    assert "left as it is" not in build(capsys, data, tmp_path / "map", *size)[1]

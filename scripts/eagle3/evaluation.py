@@ -220,8 +220,10 @@ def evaluate_drafters(args, process: Process) -> None:
     drafters = [read_fed(folder, target, sources, args.serve_sglang_version, args.layer_id_rule)
                 for folder in dict.fromkeys(args.evaluate)]
     embed, head, by_map, evaluations = target.tensor("embed"), target.tensor("head"), {}, []
+    known = {source.manifest_sha256 for source in sources}
+    known |= {entry["manifest"] for source in sources for entry in source.facts.get("grown_from", [])}
     for stored in drafters:
-        if not args.ids and {source.manifest_sha256 for source in sources} & set(trained_on(stored)):
+        if not args.ids and known & set(trained_on(stored)):
             log(f"{stored.folder} was trained on these states: the figures are no held-out ones, unless --ids names "
                 "its val_ids.json")
         vocabulary = tuple(stored.draft_ids.tolist())  # the loss hangs on it

@@ -54,6 +54,20 @@ def grown_from(folder: Path) -> dict:
     return {"grown_from": found} if found else {}
 
 
+def wants_more(section: dict, folder: Path, responses: Path) -> bool:
+    """Whether 01 or 03 with a run file's `section` has more to do in `folder`: it is not complete for that --limit.
+
+    responses: what 03 reads; of 01 `folder` itself.
+    """
+    if not (folder / "manifest.json").exists():
+        return True
+    manifest = read_json(folder / "manifest.json")
+    limit = manifest.get("limit") if folder == responses else manifest.get("config", {}).get("limit", 0)
+    reads = manifest.get("inputs", {}).get("responses")
+    grown = folder != responses and reads != sha256_file(responses / "manifest.json")
+    return grown or (limit or 0) != (section.get("limit") or 0) or bool(manifest.get("closed"))
+
+
 def as_of(folder: Path, manifest_sha256: str) -> Path:
     """Where the manifest with this hash lies: in `folder`, or in that one of before/; `folder` where nowhere."""
     for place in (folder, *earlier(folder)):

@@ -15,6 +15,7 @@ import torch
 
 from eagle3.drafter import Shape, aux_norm_of, draft_config, served_from
 from eagle3.drafter_files import Stored, check_layers, differing, read_drafter, summary, weights_sha256
+from eagle3.growth import as_of
 from eagle3.journal import read_facts
 from eagle3.mla import Latent, latent_of, read_latent
 from eagle3.recipe import fill_kind, old_config, usual_kv_heads
@@ -100,10 +101,27 @@ def draft_latent(args, old: dict, target: dict) -> Latent:
     return read_latent(old) if old else latent_of(target, "the target's config.json")
 
 
+def begun_with(args, folder: Path, key: str, number: int, say) -> Path:
+    """Where the manifest and index lie that --output-dir began with: `folder`, or what it was before it grew.
+
+    key, number: which hash of the run's inputs it is. A run goes on with the samples that it began with, to the same
+    bytes; a new output takes all. args: output_dir.
+    """
+    known = ((old_config(args.output_dir) or {}).get("inputs") or {}).get(key) or []
+    known = [known] if isinstance(known, str) else known
+    place = as_of(folder, known[number]) if number < len(known) else folder
+    if place != folder:
+        kept = read_manifest(place, "03_extract")["counts"]["kept"]
+        say(f"{folder} has grown since {args.output_dir} began: this run goes on with the {kept:,} samples that it "
+            "began with. Another --output-dir trains on all; with --finetune-from it begins at what was learnt here")
+    return place
+
+
 def read_inputs(args, say) -> Inputs:
     """Raises UserError when something is missing or does not fit. say: logs a line."""
     read_manifest(args.vocab_mapping_dir, "02_build_vocab")
-    facts = wait_for_facts(args.data_dir, say) if args.follow else read_manifest(args.data_dir, "03_extract")
+    place = args.data_dir if args.follow else begun_with(args, args.data_dir, "hidden_states", 0, say)
+    facts = wait_for_facts(args.data_dir, say) if args.follow else read_manifest(place, "03_extract")
     if facts.get("bounded"):
         raise UserError(f"{args.data_dir}: extracted in bounded mode, so most of its samples are gone. "
                         "Only the --follow run that trained on them can go on.")
@@ -124,12 +142,12 @@ def read_inputs(args, say) -> Inputs:
                         "--serve-sglang-version, or leave out --architecture, --fc-norm, --norm-before-fc, "
                         "--norm-output, --draft-layers.")
     source = {"plan": "plan.jsonl"} if args.follow else {"hidden_states": "manifest.json"}
-    hashes = {**{name: sha256_file(args.data_dir / file) for name, file in source.items()},
+    hashes = {**{name: sha256_file(place / file) for name, file in source.items()},
               "vocab_mapping": sha256_file(args.vocab_mapping_dir / "manifest.json"),
               "target_config": sha256_file(args.verifier_path / "config.json")}
     if begin_with:
         hashes["finetune_from"] = weights_sha256(args.finetune_from)
-    index = [] if args.follow else read_index(args.data_dir, facts["index_sha256"])
+    index = [] if args.follow else read_index(place, facts["index_sha256"])
     config_json = draft_config(shape, target.config, ids, args.export_dtype)
     return Inputs(facts, index, target, draft_ids, shape, config_json, hashes, begin_with)
 

@@ -20,7 +20,7 @@ from eagle3.batches import Sample
 from eagle3.checked import Checked, usable_samples
 from eagle3.checkpoints import begun
 from eagle3.hosts import good_everywhere
-from eagle3.inputs import read_index
+from eagle3.inputs import begun_with, read_index
 from eagle3.patience import patiently
 from eagle3.sample_table import SampleTable, joined
 from eagle3.stage import UserError, read_manifest, sha256_file
@@ -63,16 +63,21 @@ class Found:
 
 
 # ---- folders ----
-def read_source(folder: Path, target: Target, draft_ids: torch.Tensor, cache: Path) -> Source:
-    """Raises UserError where 03 has not finished there, or the states are of another target."""
-    facts = read_manifest(folder, "03_extract")
+def read_source(folder: Path, target: Target, draft_ids: torch.Tensor, cache: Path,
+                place: Path | None = None) -> Source:
+    """Raises UserError where 03 has not finished there, or the states are of another target.
+
+    place: where its manifest and index lie, if not in `folder` itself (inputs.begun_with).
+    """
+    place = place or folder
+    facts = read_manifest(place, "03_extract")
     if facts.get("bounded"):
         raise UserError(f"{folder}: extracted in bounded mode, so most of its samples are gone. Name another folder.")
     if facts["hidden_size"] != target.config["hidden_size"]:
         raise UserError(f"{folder}: states of hidden size {facts['hidden_size']}, the target at {target.folder} has "
                         f"{target.config['hidden_size']}.")
-    manifest_sha256 = sha256_file(folder / "manifest.json")
-    return Source(folder, facts, read_index(folder, facts["index_sha256"]), target, draft_ids, manifest_sha256, cache)
+    manifest_sha256 = sha256_file(place / "manifest.json")
+    return Source(folder, facts, read_index(place, facts["index_sha256"]), target, draft_ids, manifest_sha256, cache)
 
 
 def read_sources(args, inputs, say) -> Sources:
@@ -84,11 +89,13 @@ def read_sources(args, inputs, say) -> Sources:
     cache, several = args.output_dir / "checked", len(args.data_dirs) > 1
     sources = [Source(args.data_dir, inputs.facts, inputs.index, inputs.target, inputs.draft_ids,
                       inputs.hashes.get("hidden_states", ""), cache / "1" if several else cache)]
-    sources += [read_source(folder, inputs.target, inputs.draft_ids, cache / str(number))
+    sources += [read_source(folder, inputs.target, inputs.draft_ids, cache / str(number),
+                            begun_with(args, folder, "hidden_states", number - 1, say))
                 for number, folder in enumerate(args.data_dirs[1:], 2)]
     held_out = None
     if args.val_data_dir:
-        held_out = read_source(args.val_data_dir, inputs.target, inputs.draft_ids, cache / "val")
+        held_out = read_source(args.val_data_dir, inputs.target, inputs.draft_ids, cache / "val",
+                               begun_with(args, args.val_data_dir, "val_hidden_states", 0, say))
         inputs.hashes["val_hidden_states"] = held_out.manifest_sha256
     for source in [*sources[1:], *([held_out] if held_out else [])]:
         fits_first(source, sources[0], source is not held_out, say)
