@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, free_port
-from eagle3 import extraction
+from eagle3 import extraction, states_client
 from eagle3.incoming import run_prefix
+from eagle3.stage import UserError
 from eagle3.states_client import Away, Source
 from eagle3.states_server import StatesServer
 from stand_in import StandIn, captured
@@ -234,6 +235,16 @@ def test_a_states_server_that_stays_away_is_one_line(remote):
     said = remote("--states-url", f"http://127.0.0.1:{port}", "--server-wait", 1, "--concurrency", 1)
     assert f"http://127.0.0.1:{port}: away for 1 s. Start scripts/offer_states.py on that host again" in said
     assert remote.quarantine() == {} and landed(remote.folder) == 3
+
+
+def test_a_states_server_that_hangs_is_away_and_no_sample_is_blamed(tmp_path, monkeypatch):
+    """Stopped, say: its kernel takes connections, and nobody answers."""
+    monkeypatch.setattr(states_client, "SILENT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Source(f"http://127.0.0.1:{silent.getsockname()[1]}", TOKEN, 1)
+        with pytest.raises(UserError, match="away for 1 s. Start scripts/offer_states.py"):
+            source.bring("0123456789ab-1.1", "x", tmp_path / "here", lambda: False)
+    assert not files_in(tmp_path)
 
 
 # ---- what is killed ----
