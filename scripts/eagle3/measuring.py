@@ -138,7 +138,8 @@ def measure(bench: Benchmark, after_unit: Callable[[Benchmark], object]) -> None
         meet(bench, unit.variant, url)
         try:
             measure_unit(bench, unit, url)
-            after_unit(bench)
+            after_unit(bench)  # before the line that calls it finished
+            say_unit(bench, unit)
         except ServerGone as error:
             leave_out(bench, unit.variant, ServerGone(f"{error}{bench.endpoints.reason()}"))
     for variant in bench.unmet():
@@ -204,13 +205,17 @@ def measure_unit(bench: Benchmark, unit: Unit, url: str) -> None:
     result = {"wall_s": wall, "watts": power.watts, "warmup": warmup, "gpus": power.state}
     simulated.check({**unit.row(), **result, "requests": requests}, bench.endpoints)
     bench.measured.add_unit(unit.row(), result, requests)
-    figures = level_figures([bench.measured.units[-1]])
+
+
+def say_unit(bench: Benchmark, unit: Unit) -> None:
+    """What the last unit came to."""
+    figures, info = level_figures([bench.measured.units[-1]]), bench.measured.servers[unit.variant]
     accept = figures["accept"]
     spoken = f"{figures['tok_s']:,.1f} tok/s | ttft p50 {figures['ttft_s']['p50'] * 1000:.0f} ms" \
         if figures["tok_s"] else "no token came back"
     log(f"{unit} finished | {spoken}"
         + (f" | accept_length {accept['accept_length']:.3f}" if accept else "")
-        + f" | failed {sum(figures['failed'].values())} | {wall:.1f} s")
+        + f" | failed {sum(figures['failed'].values())} | {figures['wall_s']:.1f} s")
     if unit.variant != "plain" and not accept:
         log(f"note: the answers of SGLang {info['version']} carry no speculative counts: no accept_length")
 
@@ -222,10 +227,10 @@ def warm_up(connection: Connection, prompts: list[dict], streams: int, sampling:
     first_turns = [{key: value for key, value in prompt.items() if key != "turns"} for prompt in prompts]
     short = {**sampling, "max_new_tokens": min(16, sampling["max_new_tokens"])}
     requests, wall = asyncio.run(run_unit(connection, first_turns, streams, short, label))
-    failed = sum("error" in request for request in requests)
+    failed = [request["message"] for request in requests if "error" in request]
     if failed:
-        log(f"note: {failed} of {len(requests)} requests of the warm-up failed: {requests[0].get('message', '')}")
-    return {"requests": len(requests), "failed": failed, "wall_s": round(wall, 3)}
+        log(f"note: {len(failed)} of {len(requests)} requests of the warm-up failed: {failed[0]}")
+    return {"requests": len(requests), "failed": len(failed), "wall_s": round(wall, 3)}
 
 
 # ---- where greedy answers part: a near-tie or a fault ----
