@@ -201,7 +201,8 @@ def main(argv: list[str]) -> None:
         index_sha256 = converter.journal.write_index([row.id for row in rows])
         shutil.rmtree(converter.incoming, ignore_errors=True)
         write_manifest(folder, STAGE, **{key: manifest[key] for key in ("config", "inputs", "counts", "versions")},
-                       **converter.facts, index_sha256=index_sha256)
+                       **converter.facts, index_sha256=index_sha256,
+                       **({"closed": manifest["closed"]} if "closed" in manifest else {}))
     log(f"done: {folder}")
 
 

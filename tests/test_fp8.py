@@ -307,6 +307,19 @@ def test_a_source_that_is_removed_is_in_one_of_both_at_any_time(finished, tmp_pa
         convert(folder, tmp_path / "again")
 
 
+def test_a_closed_folder_stays_closed(stage, tmp_path):
+    """So that 03 goes on in the converted one where it would in the other."""
+    stage.servers[0].before = lambda name, folder: (400, {}) if name > "s09" else None
+    assert "of 20 samples failed" in stage("--concurrency", 1)
+    (stage.folder / "quarantine.jsonl").unlink()
+    stage.servers[0].before = lambda name, folder: None
+    assert stage("--close") == ""
+    source, stage.folder = stage.folder, tmp_path / "converted"
+    convert(source, stage.folder)
+    assert json.loads((stage.folder / "manifest.json").read_text())["closed"] == 10
+    assert stage("--states", "fp8") == "" and "to do 10 " in stage.out
+
+
 @pytest.mark.parametrize("more", [[], ["--remove-source"]])
 def test_what_is_damaged_is_not_converted_and_extracted_anew(finished, tmp_path, more):
     stage, source = finished
