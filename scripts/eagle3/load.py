@@ -4,7 +4,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import re
 import time
 from dataclasses import dataclass
@@ -122,8 +121,8 @@ class Sending:
 
     def body(self, ids: list[int], most: int | None = None) -> bytes:
         """most: where this prompt's answer ends before those of the others."""
-        tokens = min(most or math.inf, self.sampling["max_new_tokens"])
-        sampling = {**self.sampling, "max_new_tokens": tokens}
+        sampling = {**self.sampling, "max_new_tokens": min(most, self.sampling["max_new_tokens"])} if most else \
+            self.sampling
         return json.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True}).encode()
 
     def done(self) -> list[dict]:
