@@ -183,7 +183,7 @@ def test_before_anything_is_trained_and_then_beside_a_drafter(run_file, tmp_path
     (row,) = report["break_even"]["rows"]
     assert row["step_ms"] == pytest.approx(1000 * step_s(3, LEVEL), rel=0.2)
     assert row["needs"] == pytest.approx(step_s(3, LEVEL) / step_s(0, LEVEL), rel=0.2)
-    assert "pays from accept_length" in done.stdout and not report["break_even"]["checks"] and not report["variants"]
+    assert "no drafter in" in done.stdout and "pays from accept_length" in done.stdout and not report["break_even"]["checks"] and not report["variants"]
     assert (out / "break_even.png").read_bytes().startswith(b"\x89PNG") and "same_text" not in str(report["levels"])
     assert "3 steps pay from accept_length " in (out / "report.md").read_text()
 

@@ -6,6 +6,7 @@ How long a step takes hangs on the sizes, not on the weights. It drafts nothing 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -68,6 +69,7 @@ def write(folder: Path, shape: Shape, ids: list[int] | None, target: dict) -> No
     draft.initialise(seed=0)
     temporary = folder.with_name(folder.name + ".tmp")
     try:
+        shutil.rmtree(folder.with_name(folder.name + ".old"), ignore_errors=True)  # of a kill in the middle of this
         temporary.mkdir(parents=True, exist_ok=True)
         save_file(draft.export(draft.master, torch.bfloat16), temporary / "model.safetensors", {"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -12,7 +12,7 @@ from eagle3.drafter_files import weights_sha256
 from eagle3.figures import level_figures
 from eagle3.servers import flag_value, server_command
 from eagle3.spec_releases import simulating
-from eagle3.stage import UserError
+from eagle3.stage import UserError, log
 from eagle3.variants import DraftFolder, drafter_variants
 
 FOLDER, RANDOM, TRAINED = "break_even", "random", "trained"
@@ -60,6 +60,9 @@ def set_up(args: argparse.Namespace, document: dict) -> dict[str, DraftFolder]:
         "speculative-algorithm": "EAGLE3", "speculative-draft-model-quantization": "unquant",
         "speculative-num-steps": 3, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4}})
     there = [folder for folder in args.draft_path if folder.exists()]  # a run file names what is yet to be trained
+    for folder in args.draft_path:
+        if folder not in there:
+            log(f"note: no drafter in {folder} yet, so none is measured beside")
     trained = drafter_variants(there) if there else {}
     args.output_dir /= FOLDER
     args.fixed_length, args.ids = True, None  # every unit emits as much; nothing is accepted in earnest
