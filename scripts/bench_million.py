@@ -8,8 +8,9 @@
 no manifest), a target and a vocabulary map; hidden 16, 24 to 56 tokens. --restart: 03 on that folder, twice: what it
 takes until it knows what is in place, and until it is done. --records: what 04's first check would leave beside the
 samples, without opening each (of this size 04 checks a thousand a second and core). --train: 04 on the CPU, in so
-many ranks, with all epochs planned, ended after a few steps. With each line of the log, the most memory of all
-processes until the next one (Pss: what several share counts once), and what of it lies in no file.
+many ranks, with all epochs planned, ended after a few steps. With each line of the log, the processor's seconds so
+far, and the most memory of all processes until the next one (Pss: what several share counts once), with what of it
+lies in no file.
 """
 import argparse
 import hashlib
@@ -142,6 +143,18 @@ def tree(pid: int) -> list[int]:
     return [pid, *(below for child in children for below in tree(int(child)))]
 
 
+def cpu_seconds(pids: list[int]) -> float:
+    """What they have used of the processor so far."""
+    ticks = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def watched(command: list, env: dict | None = None, until: str = "done: ") -> None:
     """Run it, print its lines with the most memory until the next one, and end it at a line that holds `until`."""
     begun, lines = time.monotonic(), []
@@ -150,7 +163,8 @@ def watched(command: list, env: dict | None = None, until: str = "done: ") -> No
     with ThreadPoolExecutor(1) as pool:
         def read() -> None:
             for line in process.stdout:
-                lines.append([time.monotonic() - begun, line.rstrip()[20:150], 0, 0])
+                cpu = cpu_seconds(tree(process.pid))
+                lines.append([time.monotonic() - begun, f"{cpu:7.1f} s CPU | {line.rstrip()[20:150]}", 0, 0])
                 print(f"{lines[-1][0]:7.1f} s | {lines[-1][1]}", file=sys.stderr, flush=True)
                 if until in line:
                     process.terminate()

@@ -22,6 +22,7 @@ from eagle3.stage import UserError, bar, duration, log
 from eagle3.states import OTHER_KIND, UNREADABLE, check_sample, response_start, sample_path
 
 CHECK_CHUNK = 256
+STATS_A_TASK = 32  # of a thread: to hand over a task takes longer than to look at a file
 MIN_AGREEMENT = 0.05  # less of the response being the target's argmax means: other states, other target
 MAX_BAD = 0.01  # share of samples that may be damaged
 NO_LOSS = "no response token within --max-seq-len"
@@ -75,7 +76,9 @@ def check_files(source, records: Records, head: torch.Tensor, process,
         for number, start in enumerate(mine[turn:] + mine[:turn], 1):
             rows = index[start:start + CHECK_CHUNK]
             ids = [row["id"] for row in rows]
-            stats = list(pool.map(stat_of, [sample_path(folder, sample_id) for sample_id in ids]))
+            paths = [sample_path(folder, sample_id) for sample_id in ids]
+            parts = [paths[at:at + STATS_A_TASK] for at in range(0, len(paths), STATS_A_TASK)]
+            stats = sum(pool.map(lambda part: [stat_of(path) for path in part], parts), [])
             files[start], known = still_true(records.candidates(start), ids, stats, source.begun)
             if not files[start]:
                 unknown = [row for row in rows if row["id"] not in known]
