@@ -592,7 +592,7 @@ def test_memory_of_a_long_list_is_flat(tmp_path):
               "spec = importlib.util.spec_from_file_location('script', sys.argv[1])\n"
               "m = importlib.util.module_from_spec(spec); spec.loader.exec_module(m)\n"
               "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-              "samples, _ = m.read_samples([Path(sys.argv[2])], 0, 0)\n"
+              "samples, _ = sys.modules['eagle3.samples'].read_samples([Path(sys.argv[2])], 0, 0)\n"
               "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
               "print(len(samples), (after - before) // 1024, 'torch' in sys.modules)")
     out = subprocess.run([sys.executable, "-c", script, ROOT / "03_extract.py", responses / "part-00000.jsonl"],

@@ -173,6 +173,12 @@ def each(samples: Sequence[Sample], name: str) -> Iterable:
     return column(name) if column else [getattr(sample, name) for sample in samples]
 
 
+def some(samples: Sequence[Sample], order: Iterable[int]) -> Sequence[Sample]:
+    """Those at the positions `order`, in a table or a list as all are."""
+    take = getattr(samples, "take", lambda order: [samples[i] for i in order])
+    return take(order)
+
+
 def split_samples(samples: Sequence[Sample], ratio: float, seed: int) -> tuple[Sequence[Sample], Sequence[Sample]]:
     """(train, validation): by sample, by a hash of its id, so that a new sample moves no other one.
 
@@ -187,8 +193,7 @@ def split_samples(samples: Sequence[Sample], ratio: float, seed: int) -> tuple[S
     names = None if ascending else list(each(samples, "id"))
     train, val = (np.sort(part) if ascending else sorted(part.tolist(), key=names.__getitem__)
                   for part in (ranked[held_out:], ranked[:held_out]))
-    take = getattr(samples, "take", lambda order: [samples[i] for i in order])
-    return take(train), take(val)
+    return some(samples, train), some(samples, val)
 
 
 def pack(lengths: list[int], order: list[int], capacity: int, open_bins: int = OPEN_BINS) -> list[list[int]]:

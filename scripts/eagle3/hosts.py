@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from eagle3.batches import each, some
 from eagle3.checked import Checked
 from eagle3.checkpoints import checkpoints
 from eagle3.processes import LONG_WORK, Process, all_ranks, meet
@@ -187,8 +188,8 @@ def good_everywhere(checked: Checked, process: Process) -> Checked:
         problems |= found
     for name in sorted(problems.keys() - parts[0][0].keys()):
         process.say(f"skipped {name} | {problems[name]} on another host")
-    good = [i for i, name in enumerate(checked.samples.ids()) if name not in problems]
-    samples = checked.samples.take(np.array(good, np.int64))
+    good = [i for i, name in enumerate(each(checked.samples, "id")) if name not in problems]
+    samples = some(checked.samples, np.array(good, np.int64))
     return Checked(samples, Counter(problems.values()), *parts[0][1:], problems)
 
 
