@@ -10,6 +10,6 @@ cd "$(dirname "$0")/.."
 select='not slow'
 [ "${1:-}" = --slow ] && { select=''; shift; }
 if [ -z "${TEST_PYTHON:-}" ]; then bash scripts/setup_venv.sh tests; TEST_PYTHON=.venv/bin/python; fi
-# Two workers for two cores, one thread each, file by file in the order of tests/conftest.py
+# Three workers, one thread each, for two cores: much of a test is waiting. File by file in the order of tests/conftest.py
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
-exec "$TEST_PYTHON" -m pytest -m "$select" -n 2 --dist loadfile --no-loadscope-reorder --durations=15 "$@"
+exec "$TEST_PYTHON" -m pytest -m "$select" -n 3 --dist loadfile --no-loadscope-reorder --durations=15 "$@"

@@ -522,18 +522,18 @@ def test_a_server_without_the_patch_is_named(stage, monkeypatch):
 
 
 def test_samples_that_the_server_rejects_are_quarantined(rows, server, capture_dir, tmp_path):
-    """Too long for its context: named, counted, the others done; too many of them: stop."""
+    """Too long for its context: named, counted, never sent, the others done; too many of them: stop."""
     long = [{"id": f"long{n}", "prompt_ids": [5] * 30000, "response_ids": [6, 7]} for n in range(2)]
     responses = write_responses(tmp_path / "responses", [*rows[:20], *long])
     said = extract(responses, tmp_path / "out", server.url, capture_dir, code=2).stderr
-    assert "more than --max-failed allows" in said
+    assert "2 of 22 are longer, long" in said and len(said.splitlines()) == 1
     done = extract(responses, tmp_path / "out", server.url, capture_dir, "--max-failed", 0.2)
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
     assert manifest["counts"]["kept"] == 20
-    assert manifest["counts"]["dropped"] == {"rejected by the server": 2}
+    assert manifest["counts"]["dropped"] == {"longer than the server takes": 2}
     listed = [json.loads(line) for line in (tmp_path / "out/quarantine.jsonl").read_text().splitlines()]
-    assert {row["id"] for row in listed} == {"long0", "long1"} and all("HTTP 400" in row["detail"] for row in listed)
-    assert "quarantined 2" in done.stdout
+    assert {row["id"] for row in listed} == {"long0", "long1"} and all("30,002 tokens" in row["detail"] for row in listed)
+    assert "dropped {'longer than the server takes': 2}" in done.stdout
 
 
 # In every process of a server: writes of samples fail as on a disk that holds no more than the bytes that `limit` names

@@ -374,7 +374,7 @@ def killed_and_resumed(argv, server, capsys, kills: int, n: int, concurrency: in
     return on_disk
 
 
-@pytest.mark.parametrize("n, kills, tokens", [(48, 3, 12), pytest.param(2000, 10, 48, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n, kills, tokens", [(32, 2, 12), pytest.param(2000, 10, 48, marks=pytest.mark.slow)])
 def test_killed_ten_times_equals_unkilled_on_the_real_engine(n, kills, tokens, engine, tmp_path, capsys):
     """Promised: an answer on the disk is never asked for again; a kill costs at most --concurrency requests, those in
     flight or not yet on the disk; the folder ends in the same bytes."""
