@@ -3,6 +3,7 @@ import contextlib
 import io
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 import eagle3_capture_files as capture_files
 from conftest import load_script
-from eagle3 import checked, extraction
+from eagle3 import checked, doctor, extraction
 from eagle3.journal import Journal, plan_order
 from eagle3.quantised import FP8, Quantised, finite
 from eagle3.states import (FACTS, IN_FP8, KINDS, MORE_FACTS, SCALES, StateFile, check_header, check_ids, check_sample,
@@ -398,6 +399,22 @@ def test_final_states_that_are_none_stop_the_training(run, tmp_path, change, wor
     write_hidden_states(tmp_path / "wrong", samples, dtype="bfloat16", states="fp8")
     with pytest.raises(UserError, match=words):
         trained(run, tmp_path / "output", data=(tmp_path / "wrong",))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_doctor_reads_final_states_of_any_kind(run, tmp_path, kind):
+    def lacks(what):
+        raise AssertionError(what)
+
+    facts = SimpleNamespace(target=run / "target", folder=lambda name: run / kind, lacks=lacks)
+    assert doctor.check_final_state(facts) is None
+    samples = {}
+    for path in (run / "bf16").glob("??/*.safetensors"):
+        tensors = load_file(path)
+        samples[path.stem] = stored(tensors | {"last_hidden_states": 3 * tensors["last_hidden_states"]}, kind)
+    write_hidden_states(tmp_path / "wrong", samples, dtype="bfloat16", states=kind)
+    facts.folder = lambda name: tmp_path / "wrong"
+    assert "before the final norm" in doctor.check_final_state(facts)[0]
 
 
 def test_kinds_do_not_mix_in_training(run, tmp_path, monkeypatch):

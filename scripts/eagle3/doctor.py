@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from eagle3 import doctor_files as of_files
 from eagle3.doctor_facts import Facts, Found, Unchecked
@@ -16,6 +15,7 @@ from eagle3.drafter_files import notes, summary
 from eagle3.responses import part_files, read_jsonl
 from eagle3.sglang_draft import completed
 from eagle3.stage import UserError
+from eagle3.states import StateFile
 from eagle3.target import Target
 
 
@@ -56,14 +56,14 @@ def check_final_state(facts: Facts) -> Found:
     sizes = []
     for path in files:
         try:
-            with safe_open(path, "pt") as file:
-                states = file.get_tensor("last_hidden_states").double()  # (T, H)
-        except (OSError, SafetensorError) as why:
+            with StateFile(path) as file:
+                states = file.numbers("last_hidden_states", 0, file.header["last_hidden_states"]["shape"][0])  # (T, H)
+        except (OSError, ValueError, KeyError) as why:
             facts.lacks(f"{path} is not readable ({why})")
         # y = x / rms(x) * w: whatever x was, y / w has a root mean square of 1
-        sizes.append((states / norm).square().mean(1).sqrt().numpy())
+        sizes.append((states.double() / norm).square().mean(1).sqrt().numpy())
     rms = np.concatenate(sizes)
-    if not np.allclose(rms, 1, atol=0.05):
+    if not np.allclose(rms, 1, atol=0.1):  # those in FP8 are up to 0.024 off
         return (f"last_hidden_states have a root mean square of {np.median(rms):.2f} over the final norm's weight, "
                 "not 1: they were taken before the final norm, so it learned wrong targets.", "Extract again.")
 
