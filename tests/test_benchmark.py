@@ -520,7 +520,7 @@ def patient(tmp_path):
     sample = run_dir / "hidden_states" / "ab" / "a.safetensors"
 
     def save(states):
-        save_file({"last_hidden_states": states.to(torch.bfloat16)}, sample)
+        save_file({"last_hidden_states": states.to(torch.bfloat16)}, sample, {"checksum": ""})
 
     save(state / state.pow(2).mean(1, keepdim=True).sqrt() * norm)
     server = {"version": "0.5.23", "model_path": str(TINY_KIMI), "context_length": None,

@@ -68,8 +68,8 @@ def one_family(target: Path, samples: dict[str, list[int]]) -> None:
     eagle3_capture._state = None
     runner.model.set_eagle3_layers_to_capture(json.loads((target / "ids.json").read_text()))
     prefill("given")  # by the table's ids, as with a drafter: the logits processor hands its states on
-    for name in samples:  # the writers end with this process
-        while not (target / f"capture/given/{name}.safetensors").exists():
+    for path in (target / f"capture/{run}/{name}.safetensors" for run in handed for name in samples):
+        while not path.exists():  # the writers end with this process
             time.sleep(0.01)
     last, aux = handed["given"]
     torch.save({"last": last, "aux": torch.cat(list(aux), -1) if isinstance(aux, (list, tuple)) else getattr(aux, "packed", aux),
