@@ -256,22 +256,21 @@ def left_out(job: Extraction) -> set[str]:
     return ids
 
 
-def extract_missing(job: Extraction) -> set[str]:
-    """Extract what is not in place yet; nothing is left out. Raises UserError."""
+def extract_missing(job: Extraction) -> None:
+    """Extract what is not in place yet. Raises UserError."""
     progress = Progress(job)
     truncated = sum(sample.truncated for sample in job.samples)
     log(f"samples {job.total:,} | in place {progress.in_place:,} | quarantined {len(job.quarantine.reasons):,} "
         f"| to do {len(job.to_do):,} | tokens to do {progress.tokens_to_do:,} | truncated {truncated:,}")
     job.check_failed()
     if not job.to_do:
-        return set()
+        return
     leave_out_unfit(job, check_servers(job))
     progress = Progress(job)
     forecast(job, progress.tokens_to_do)
     progress.began = progress.last_log = time.monotonic()
     watch(job, progress)
     progress.end()
-    return set()
 
 
 # ---- the stage ----
@@ -346,7 +345,9 @@ def extract(args) -> None:
     read.write_plan(samples, dropped)
     clean_incoming(incoming, folder)
     job = Extraction(args, samples, parts, journal, incoming)
-    closed = left_out(job) if args.close else extract_missing(job)
+    closed = left_out(job) if args.close else set()
+    if not args.close:
+        extract_missing(job)
     clean_incoming(incoming, folder)
     job.tidy()
 

@@ -784,14 +784,19 @@ def port_is_free(port: int, within: float = 20) -> bool:
     return False
 
 
-def test_killed_in_the_middle_it_goes_on_and_its_figures_are_those_of_the_raw_answers(workplace, capsys):
-    config, out = workplace("resume")
+def killed_at(config: Path, out: Path, words: str) -> bytes:
+    """05, killed with -9 once it has said `words`; no server outlives it. What its raw.jsonl then holds."""
     process = start(config)
-    wait_for(process, "plain c1 r0 finished")
+    wait_for(process, words)
     process.kill()
     process.wait()
     assert port_is_free(port_of(config)), "a server outlived 05"
-    before = (out / "raw.jsonl").read_bytes()
+    return (out / "raw.jsonl").read_bytes()
+
+
+def test_killed_in_the_middle_it_goes_on_and_its_figures_are_those_of_the_raw_answers(workplace, capsys):
+    config, out = workplace("resume")
+    before = killed_at(config, out, "plain c1 r0 finished")
     assert "Incomplete: 1 of 4 units" in (out / "report.md").read_text()
     done = run_script("05_benchmark", "--config", config)
     assert done.returncode == 0, done.stderr

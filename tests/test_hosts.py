@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from conftest import ROOT, free_port
+from test_train_faults import ends
 from train_reference import random_sample, write_hidden_states, write_mapping, write_target
 from eagle3 import hosts
 from eagle3.checked import Checked
@@ -76,16 +77,6 @@ def ranks(*argvs: list[str], env=None) -> list[subprocess.Popen]:
               "MASTER_PORT": str(free_port())}
     return [subprocess.Popen([sys.executable, "-c", NOTED, *argv], env=shared | {"RANK": str(rank)}, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank, argv in enumerate(argvs)]
-
-
-def ends(processes: list[subprocess.Popen], timeout=120) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each."""
-    try:
-        said = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(processes, said)]
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -29,7 +29,7 @@ from eagle3.traffic import (Slo, arrival_figures, beside_the_first, goodput, goo
 from eagle3.traffic_report import gpu_remarks, rate_verdict
 from eagle3.variants import drafter_variants
 from paced_server import Paced
-from test_benchmark import answer, make_drafter, port_is_free, port_of, prompt_args, start, wait_for, workplace  # noqa: F401
+from test_benchmark import answer, killed_at, make_drafter, prompt_args, workplace  # noqa: F401
 from test_benchmark_faults import flags, made_up, pair, report_of, rows
 
 bench = load_script("05_benchmark")
@@ -603,12 +603,7 @@ def test_all_of_it_on_the_real_engine_killed_in_the_middle(workplace):  # noqa: 
     document = yaml.safe_load(config.read_text())
     document["benchmark"]["draft-path"] = [str(first), str(other)]
     config.write_text(yaml.safe_dump(document))
-    process = start(config)
-    wait_for(process, "other c2@128 r0 finished")
-    process.kill()
-    process.wait()
-    assert port_is_free(port_of(config)), "a server outlived 05"
-    before = (out / "raw.jsonl").read_bytes()
+    before = killed_at(config, out, "other c2@128 r0 finished")
     done = run_script("05_benchmark", "--config", config)
     assert done.returncode == 0 and "9 finished before" in done.stdout, done.stdout + done.stderr
     assert (out / "raw.jsonl").read_bytes().startswith(before[:before.rfind(b"\n") + 1])
