@@ -12,4 +12,5 @@ select='not slow'
 if [ -z "${TEST_PYTHON:-}" ]; then bash scripts/setup_venv.sh tests; TEST_PYTHON=.venv/bin/python; fi
 # Three workers, one thread each, for two cores: much of a test is waiting. File by file in the order of tests/conftest.py
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
-exec "$TEST_PYTHON" -m pytest -m "$select" -n 3 --dist loadfile --no-loadscope-reorder --durations=15 "$@"
+# A worker that dies ends the tests, which could wait for its share for ever
+exec "$TEST_PYTHON" -m pytest -m "$select" -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations=15 "$@"

@@ -1,6 +1,6 @@
 """Shared by all tests: numbered scripts as modules, and the real SGLang on the CPU as a fixture.
 
-Two workers share the tests (scripts/test.sh), each file whole on one of them, and in an order in which tests that want the same server
+Three workers share the tests (scripts/test.sh), each file whole on one of them, and in an order in which tests that want the same server
 follow each other.
 """
 import contextlib

@@ -89,7 +89,7 @@ def together(process: Process):
     try:
         yield
     except UserError as error:
-        if process.world == 1:
+        if not dist.is_initialized():
             raise
         code = ended(str(error), 2)
         sys.stdout.flush()
