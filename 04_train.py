@@ -194,9 +194,10 @@ class Training:
         seconds = time.monotonic() - window.begun
         left = (time.monotonic() - self.started) / max(1, step - self.done) * (self.total - step)
         gpu = gpu_use(window.flops / seconds, self.process.device)
+        ranks = f" | rank wait {self.trainer.grads.waited() / seconds:.0%}" if self.process.world > 1 else ""
         self.process.say(
             f"step {step}/{self.total} | epoch {epoch + 1}/{args.epochs} | {step_line(metrics, K)} | "
-            f"{window.tokens / seconds:,.0f} tok/s{gpu} | data wait {window.waited / seconds:.0%} | "
+            f"{window.tokens / seconds:,.0f} tok/s{gpu} | data wait {window.waited / seconds:.0%}{ranks} | "
             f"eta {duration(left)}")
 
     def validate_and_save(self, step: int) -> None:

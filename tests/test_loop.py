@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -362,6 +363,8 @@ def test_two_ranks_over_several_folders_equal_one(toy, tmp_path, undrawn):
     done = subprocess.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+    steps = [line for line in done.stdout.splitlines() if re.search(r" step \d+/", line) and "tok/s" in line]
+    assert steps and all(re.search(r" \| rank wait \d+% \| eta", line) for line in steps)
     one, two = (load_file(checkpoints(tmp_path / name)[-1][1] / "training_state/state.safetensors")
                 for name in ("one", "two"))
     for name in one:

@@ -1,4 +1,6 @@
-"""Muon against its definition and torch's own; AdamW for what is no matrix; the same on one rank and on several."""
+"""Muon against its definition and torch's own; AdamW for what is no matrix; the same on one rank and on several; the wait between ranks."""
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -133,3 +135,28 @@ def test_symmetric_product_of_blocks(monkeypatch):
     a = torch.randn(100, 30, dtype=torch.float64)
     monkeypatch.setattr(optimizers, "LARGE", 16)
     torch.testing.assert_close(symmetric_product(a, a.t()), a @ a.t(), rtol=1e-12, atol=1e-12)
+
+
+# ---- what a rank waited for the others ----
+def one_rank(rank: int, store: str, late: float, answers) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    grads = Gradients({"a": (4, 4), "b": (3,)}, torch.float32, "cpu")
+    for step in range(2):  # two steps, then one more after it was asked
+        grads.begin(first=True, last=True)
+        time.sleep(late * rank)
+        for name in ("a", "b"):
+            grads.add_tensor(name, torch.full(grads[name].shape, rank + 1.0))
+            grads.done(name)
+        grads.wait()
+    answers.put((rank, grads.waited(), grads.waited(), grads["a"].sum().item()))
+    torch.distributed.barrier()
+
+
+def test_a_rank_says_how_long_it_waited_for_another(tmp_path):
+    """Rank 1 is late by half a second in each of two steps: rank 0 waits for a second, rank 1 does not."""
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    torch.multiprocessing.start_processes(one_rank, (str(tmp_path / "store"), 0.5, answers), nprocs=2, start_method="spawn")
+    waits = {rank: (waited, again, total) for rank, waited, again, total in (answers.get(), answers.get())}
+    assert 0.6 < waits[0][0] and waits[1][0] < waits[0][0] - 0.5 and waits[0][1] == waits[1][1] == 0
+    assert waits[0][2] == waits[1][2] == 16 * 3

@@ -111,6 +111,17 @@ def test_several_hosts_by_hand():
     assert "by the first host: the shares of 1 others" in shown and "a ring over 8 GPUs" in shown
 
 
+def test_the_way_of_gradients_between_ranks_is_counted():
+    """Two bytes of each parameter go 2 x 3/4 times out of each of four GPUs, in each step; a rate from a log has it in it."""
+    one, four = figures("--num-kv-heads", 64), figures("--num-kv-heads", 64, "--train-gpus", 4, "--link-gbps", 12)
+    assert "rank_wait" not in one
+    assert four["rank_wait"] == pytest.approx(four["train_steps"] * 1.5 * 2 * four["draft_parameters"] / 12e9 / 3600)
+    free = figures("--num-kv-heads", 64, "--train-gpus", 4, "--link-gbps", 1e9)
+    assert four["train_hours"] - four["rank_wait"] == pytest.approx(free["train_hours"], rel=1e-6)
+    known = ["--num-kv-heads", 64, "--train-gpus", 4, "--train-rate", 9000]
+    assert figures(*known, "--link-gbps", 1)["train_hours"] == figures(*known, "--link-gbps", 99)["train_hours"]
+
+
 def test_target_bytes_of_the_tiny_target():
     found = figures("--target-config", TINY_KIMI / "config.json")["target_bytes"]
     assert found == pytest.approx((TINY_KIMI / "model.safetensors").stat().st_size, rel=0.05)

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from eagle3.drafter import Shape
-from eagle3.host_plan import host_figures
+from eagle3.host_plan import GRADIENT, gradient_bytes, host_figures
 from eagle3.mla import latent_of
 from eagle3.recipe import usual_kv_heads
 from eagle3.stage import UserError, raising, read_json
@@ -83,6 +83,10 @@ def add_rates(add) -> None:
              "on other GPUs an assumption until 04's log says its MFU")
     add("--train-rate", type=float, metavar="TOK/S",
         help="of one training GPU, instead of the two above (an unpacked trainer on the known run: 2,800)")
+    add("--link-gbps", type=float, default=20, metavar="GB/S",
+        help="between training GPUs, as nccl-tests call it busbw (an assumption: PCIe 5 x16 through host memory; by "
+             "NVLink 200 and more; several hosts: their network), none of it behind the arithmetic, so an upper bound "
+             "until 04's log says its rank wait")
     add("--extract-rate", type=float, nargs=2, default=[1700, 2800], metavar=("LOW", "HIGH"),
         help="tok/s of 03 (seen on eight GPUs, one request at a time, for Kimi-K2.5)")
     add("--generate-rate", type=float, default=ONE_STREAM, metavar="TOK/S",
@@ -138,7 +142,7 @@ def check_settings(a: argparse.Namespace) -> None:
     """Raises UserError."""
     for name in ("samples", "mean_length", "epochs", "max_steps", "batch_tokens", "ttt_steps", "gpus", "gpu_memory",
                  "train_gpus", "hosts", "gpu_tflops", "train_efficiency", "train_rate", "extract_rate", "generate_rate",
-                 "count_rate", "stream_rate", "max_disk_gb"):
+                 "count_rate", "stream_rate", "max_disk_gb", "link_gbps"):
         value = getattr(a, name)
         if value is not None and not all(0 < one < math.inf for one in (value if isinstance(value, list) else [value])):
             raise UserError(f"--{name.replace('_', '-')} {value} must be above 0.")
@@ -360,15 +364,27 @@ class Forecast:
         validating = saves * (a.samples - n_train) * cut / 3
         also = f" + {saves} validations x {(a.samples - n_train) * cut / 1e6:,.2f}M / 3" if validating else ""
         all_gpus, epoch = rate * self.ranks, n_train * cut
-        took = (passes * epoch + validating) / all_gpus / 3600
+        waiting, sending = self.sending(trained)
+        took = (passes * epoch + validating) / all_gpus / 3600 + waiting
         self.put("04", "train_hours", took, hours(took), f"({passes:.3g} x {epoch / 1e6:,.2f}M tokens{also}) / "
-                 f"({rate:,.0f} tok/s x {self.ranks} GPUs)")
+                 f"({rate:,.0f} tok/s x {self.ranks} GPUs){sending}")
         host_reads = rate * a.train_gpus * self.per_token
         self.put("04", "train_read_rate", host_reads, f"{host_reads / 1e9:.1f} GB/s "
                  "from disk", f"{self.per_token:,} bytes x {rate:,.0f} tok/s x {a.train_gpus} GPUs")
         kept = ADAM * trained * (a.keep_checkpoints + 1)
         self.put("04", "checkpoint_bytes", kept, size(kept),
                  f"{ADAM} bytes x {trained / 1e6:,.0f}M x ({a.keep_checkpoints} kept + 1 being written)")
+
+    def sending(self, trained: int) -> tuple[float, str]:
+        """(hours for the gradients to go between the ranks, what to say of it), as if nothing were done meanwhile."""
+        if self.ranks == 1 or self.a.train_rate:  # a log's rate has it in it
+            return 0, ""
+        each = gradient_bytes(trained, self.ranks) / self.a.link_gbps / 1e9
+        took = each * self.figures["train_steps"] / 3600
+        self.put("04", "rank_wait", took, f"under {hours(took)}", f"{self.figures['train_steps']:,} steps x 2 x "
+                 f"{self.ranks - 1}/{self.ranks} x {GRADIENT} bytes x {trained / 1e6:,.0f}M / "
+                 f"{self.a.link_gbps:g} GB/s = {each * 1e3:,.0f} ms each, all of it counted in train hours")
+        return took, " + rank wait"
 
     def steps(self, n_train: int, cut: float) -> float:
         """Puts train_steps; returns the passes over the data that they make."""

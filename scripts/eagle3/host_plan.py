@@ -8,6 +8,11 @@ from __future__ import annotations
 GRADIENT = 2  # bytes of a trained parameter's in an all-reduce: bfloat16
 
 
+def gradient_bytes(parameters: int, ranks: int) -> float:
+    """What a ring of `ranks` GPUs sends out of each one, and into it, in a step."""
+    return 2 * (ranks - 1) / ranks * GRADIENT * parameters
+
+
 def host_figures(a, f: dict, per_token: float) -> list[tuple[str, str, float, str]]:
     """(stage, key, bytes, formula) of each row; none for a single host.
 
@@ -18,7 +23,7 @@ def host_figures(a, f: dict, per_token: float) -> list[tuple[str, str, float, st
         return []
     states, ranks = f["hidden_states_bytes"], N * a.train_gpus
     share = states / N
-    step = 2 * (ranks - 1) / ranks * GRADIENT * f["draft_parameters"]
+    step = gradient_bytes(f["draft_parameters"], ranks)
     rows = [
         ("03", "states_sent_a_host", share, f"hidden states / {N} hosts, each to the first one over HTTP "
          "(offer_states.py); nothing where they share a file system"),
@@ -27,8 +32,7 @@ def host_figures(a, f: dict, per_token: float) -> list[tuple[str, str, float, st
          f"{N - 1} hosts x {a.extract_rate[1]:,.0f} tok/s x {per_token:,} bytes: what its network must carry, or 03 "
          "waits for it"),
         ("04", "network_bytes_a_step", step, f"out of each host, and into it: 2 x {ranks - 1}/{ranks} x {GRADIENT} "
-         f"bytes x {f['draft_parameters'] / 1e6:,.0f}M gradients, a ring over {ranks} GPUs; train hours "
-         "count no waiting for it"),
+         f"bytes x {f['draft_parameters'] / 1e6:,.0f}M gradients, a ring over {ranks} GPUs"),
         ("04", "network_bytes_a_host", step * f["train_steps"], f"x {f['train_steps']:,} steps"),
     ]
     if f["states_on_disk"] == states:  # else 04 --follow, for which all hosts share one folder

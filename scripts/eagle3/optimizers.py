@@ -5,6 +5,7 @@ Shapes: a matrix (m, n) with m <= n, transposed where it is taller than wide.
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,10 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 class Gradients(NamedTensors):
     """The weights' gradients, added up in place over TTT steps and micro-batches; all-reduced as soon as complete."""
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.spans = []  # while this device had nothing to do but wait for other ranks': (begin, end)
+
     def begin(self, first: bool, last: bool) -> None:
         """Start a micro-batch.
 
@@ -75,8 +80,28 @@ class Gradients(NamedTensors):
     def wait(self) -> None:
         for name in self.stale:
             self[name].zero_()
+        if not self.waiting:
+            return
+        begun = self.now()
         for work in self.waiting:
             work.wait()
+        self.spans.append((begun, self.now()))
+
+    def now(self) -> torch.cuda.Event | float:
+        """On a GPU a moment of its own queue: the host, which runs ahead, does not wait."""
+        if not self.flat.is_cuda:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def waited(self) -> float:
+        """Seconds of waiting for other ranks since this was last asked. Waits for the device."""
+        spans, self.spans = self.spans, []
+        if not self.flat.is_cuda:
+            return sum(end - begun for begun, end in spans)
+        torch.cuda.current_stream().synchronize()
+        return sum(begun.elapsed_time(end) for begun, end in spans) / 1e3
 
 
 # ---- AdamW ----
