@@ -122,6 +122,31 @@ def test_the_way_of_gradients_between_ranks_is_counted():
     assert figures(*known, "--link-gbps", 1)["train_hours"] == figures(*known, "--link-gbps", 99)["train_hours"]
 
 
+def test_05s_units_by_hand(tmp_path):
+    """A prompt of 300 tokens read at 1,000 tok/s, 100 answered at 50: 2.3 s. Ten of them, and 4 x (0.3 + 16/50) s of warm-up: 25.48 s.
+    Ten that arrive 4 s apart: 40 s, the last one's 2.3, the warm-up. Of 2k = 2,048 tokens a prompt takes 4.048 s, a warm-up 9.472."""
+    flags = ["--mean-length", 900, "--extract-rate", 1000, 2000, "--stream-rate", 50, "--bench-tokens", 100, "--bench-prompts", 10,
+             "--bench-levels", 2, "--bench-repeats", 1]
+
+    def seconds(*more):
+        return 3600 * figures(*flags, *more)["benchmark_hours"] / 2  # of one variant
+
+    assert seconds() == pytest.approx(2 * 25.48)
+    assert seconds("--bench-rates", 5, 0.25) == pytest.approx(3 * 25.48 + 44.78)
+    assert seconds("--bench-contexts", "2k") == pytest.approx(2 * (40.48 + 9.472))
+    both = 2 * 25.48 + (10 * 2.2 + 4 * (0.2 + 0.32)) * 2  # 300 tokens, then 200 of them
+    assert seconds("--bench-contexts", 300, 200) == pytest.approx(both)
+    assert seconds("--bench-contexts", "2k", "--bench-rates", 0.25) == pytest.approx(2 * 49.952 + 40 + 4.048 + 9.472)
+    assert seconds("--bench-turns", 2) == pytest.approx(2 * (46 + 2.48))
+    assert seconds("--bench-repeats", 3) == 3 * seconds()
+    (tmp_path / "run.yaml").write_text("""benchmark: {context: [2k], request-rate: 0.25, limit: 10, max-tokens: 100, repeats: 1, concurrency: [1, 8]}
+""")
+    config = ["--config", tmp_path / "run.yaml", *flags[:7]]
+    assert 3600 * figures(*config)["benchmark_hours"] == pytest.approx(2 * (2 * 49.952 + 40 + 4.048 + 9.472))
+    line = next(line for line in run(*config).stdout.splitlines() if "benchmark hours" in line)
+    assert "2 variants x 1 repeats x (2 levels of 2k x 50.0 s + 1 at 0.25/s of 2k x 53.5 s)" in line
+
+
 def test_target_bytes_of_the_tiny_target():
     found = figures("--target-config", TINY_KIMI / "config.json")["target_bytes"]
     assert found == pytest.approx((TINY_KIMI / "model.safetensors").stat().st_size, rel=0.05)
@@ -164,7 +189,8 @@ servers: {{plain: {{flags: {{tp-size: 2}}}}, extract: {{env: {{EAGLE3_CAPTURE_LA
     (["--config", "no.yaml"], "no.yaml: not a readable YAML file"), (["--samples", "0"], "must be above 0"), (["--unpacked"], "Give --train-rate"),
     (["--target-config", "no.json"], "no.json: not readable"), (["--no-such"], "unrecognized arguments"), (["--gpu-tflops", "0"], "must be above 0"),
     (["--train-rate", "-5"], "must be above 0"), (["--samples", "1"], "leave a sample to train on"), (["--disk", "5Q"], "neither a size"),
-    (["--disk", "1.2.3T"], "neither a size")])
+    (["--disk", "1.2.3T"], "neither a size"), (["--bench-contexts", "8m"], "'8m' is no number of tokens"),
+    (["--bench-rates", "2", "0"], "must be above 0")])
 def test_bad_input_is_one_line_and_exit_2(argv, text):
     done = run(*argv)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1 and text in done.stderr

@@ -12,6 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
+from eagle3 import bench_plan
 from eagle3.drafter import Shape
 from eagle3.host_plan import GRADIENT, gradient_bytes, host_figures
 from eagle3.mla import latent_of
@@ -95,10 +96,7 @@ def add_rates(add) -> None:
     add("--count-rate", type=float, default=4.4e6, metavar="TOK/S", help="of 02 (88M tokens in 20.1 s on two cores)")
     add("--stream-rate", type=float, default=ONE_STREAM, metavar="TOK/S",
         help="plain decoding of one stream, for 05 (known for Kimi-K2.5 on 8x RTX PRO 6000)")
-    add("--bench-prompts", type=int, default=54)
-    add("--bench-levels", type=int, default=3)
-    add("--bench-tokens", type=int, default=512)
-    add("--bench-repeats", type=int, default=2)
+    bench_plan.add_bench_flags(add)
     add("--usd-per-mtok", type=float, nargs=2, metavar=("IN", "OUT"), help="an API's prices for a million tokens")
 
 
@@ -109,27 +107,24 @@ def run_file_settings(run: dict, path: Path) -> dict:
     try:
         plain = section["servers"].get("plain", {}).get("flags") or {}
         env = section["servers"].get("extract", {}).get("env") or {}
-        levels = section["benchmark"].get("concurrency", [1, 8, 64])
         found = {"samples": section["generate"].get("limit"), "max_length": section["extract"].get("max-length"),
                  "max_disk_gb": section["extract"].get("max-disk-gb"), "states": section["extract"].get("states"),
                  "gpus": plain.get("tp-size", 1),
                  "capture_layers": len(str(env.get("EAGLE3_CAPTURE_LAYERS", "0,0,0")).split(",")),
                  "draft_vocab_size": section["build_vocab"].get("draft-vocab-size"), "disk": run.get("run_dir"),
-                 "bench_prompts": section["benchmark"].get("limit"),
-                 "bench_tokens": section["benchmark"].get("max-tokens"),
-                 "bench_levels": len(levels) if isinstance(levels, list) else 1,
-                 "bench_repeats": section["benchmark"].get("repeats")}
+                 **bench_plan.bench_settings(section["benchmark"])}
         for key in ("epochs", "max-steps", "val-ratio", "max-seq-len", "batch-tokens", "ttt-steps", "save-every",
                     "keep-checkpoints", "num-kv-heads", "architecture"):
             found[key.replace("-", "_")] = section["train"].get(key)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a readable run file ({' '.join(str(error).split())}).") from None
     if isinstance(found["max_length"], (int, float)) and found["max_length"] > 0:
         found["mean_length"] = min(found["max_length"], MEAN_LENGTH)
     target = Path(str(run.get("target"))) / "config.json"
     if target.is_file():
         found["target_config"] = target
-    return {key: str(value) for key, value in found.items() if value is not None}  # argparse makes them what they are
+    return {key: value if key in bench_plan.SEVERAL else str(value)  # argparse makes the latter what they are
+            for key, value in found.items() if value is not None}
 
 
 def run_folders(run: dict) -> set[Path]:
@@ -150,6 +145,7 @@ def check_settings(a: argparse.Namespace) -> None:
         raise UserError("--prompt-share must lie in [0, 1], --val-ratio in [0, 1) and leave a sample to train on.")
     if a.unpacked and not a.train_rate:
         raise UserError("--unpacked: another trainer's speed is unknown here. Give --train-rate.")
+    bench_plan.check_bench(a)
 
 
 # ---- sizes ----
@@ -408,10 +404,11 @@ class Forecast:
 
     def benchmarking(self) -> None:
         a = self.a
-        took = 2 * a.bench_levels * a.bench_repeats * a.bench_prompts * a.bench_tokens / a.stream_rate / 3600
-        self.put("05", "benchmark_hours", took, f"under {hours(took)}", f"2 variants x {a.bench_levels} levels x "
-                 f"{a.bench_repeats} repeats x {a.bench_prompts} prompts x {a.bench_tokens} tokens / "
-                 f"{a.stream_rate:,.0f} tok/s, as if one stream at a time")
+        units = bench_plan.units(a)
+        took = 2 * a.bench_repeats * sum(of.count * of.seconds for of in units) / 3600
+        each = " + ".join(f"{of.count} {of.what} x {hours(of.seconds / 3600)}" for of in units)
+        self.put("05", "benchmark_hours", took, f"under {hours(took)}",
+                 f"2 variants x {a.bench_repeats} repeats x ({each}) | {bench_plan.counted(a)}")
         self.drafting()
 
     def drafting(self) -> None:
