@@ -4,8 +4,11 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import load_script
+from conftest import ROOT, free_port, load_script
 from train_reference import one_thread, write_learnable_run, write_mapping  # noqa: F401
 from eagle3.acceptance import Sampled, predicted
 from eagle3.batches import Sample, collate
@@ -292,6 +295,31 @@ def test_training_writes_it_beside_the_greedy_prediction(toy, tmp_path):
     assert any("at temperature 1, top-p 0.95 " in line for line in said)
     with pytest.raises(UserError, match="temperature"):  # it is written into the drafter, so a folder is bound to it
         call(*argv, "--output-dir", tmp_path / "with", "--temperature", 1)
+
+
+def test_two_ranks_expect_of_sampled_serving_what_one_does(toy, tmp_path):
+    """Each evaluates its own held-out samples: of all of them together the same, before the first step and after the last."""
+    argv = [*toy_flags(toy, "hidden_states"), "--vocab-mapping-dir", toy / "vocab_mapping", "--val-data-dir", toy / "held_out",
+            "--finetune-from", toy / "long/best", "--temperature", 1, 20, "--top-p", 0.9, "--dtype", "float64", "--max-steps", 2,
+            "--lr", 1e-3]
+    call(*argv, "--output-dir", tmp_path / "one", "--grad-accum", 2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(),
+               ROOT / "04_train.py", *argv, "--output-dir", tmp_path / "two"]
+    done = subprocess.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (json.loads((tmp_path / name / "best/eagle3.json").read_text())["prediction"] for name in ("one", "two"))
+    assert one["accept_length"] == two["accept_length"] and len(one["samples"]) == 20
+    for own, other in zip(one["sampled"], two["sampled"], strict=True):
+        samples, others = own.pop("samples"), other.pop("samples")
+        assert list(samples) == list(others) == list(one["samples"])
+        assert all(samples[name] == pytest.approx(others[name], abs=2e-5) for name in samples)
+        assert own["accept_length"] > 1.02 and all(own[key] == pytest.approx(other[key], rel=1e-6) for key in own)
+    rows = [[row for row in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines()) if "val_loss_0" in row]
+            for name in ("one", "two")]
+    assert [row["step"] for row in rows[0]] == [0, 2]
+    for key in ("val_accept_length", "val_accept_length_t1_p0.9", "val_accept_length_t20_p0.9"):
+        assert [row[key] for row in rows[0]] == pytest.approx([row[key] for row in rows[1]], rel=1e-6)
 
 
 @pytest.mark.parametrize("words, named", [(["--temperature", "0"], "above 0"), (["--temperature", "-1"], "above 0"),
