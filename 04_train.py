@@ -66,7 +66,7 @@ from eagle3.inputs import Inputs, read_inputs  # noqa: E402
 from eagle3.keeper import Keeper, stop_if_not_finite  # noqa: E402
 from eagle3.metrics import Window, gpu_use, step_line, step_metrics, validation_line  # noqa: E402
 from eagle3.processes import (LOOP, SAVING, TERMINATED, Leaving, Process, all_ranks,  # noqa: E402
-                              join_processes, meet, together)
+                              join_processes, leave, meet, together)
 from eagle3.recipe import fill_rate, recorded  # noqa: E402
 from eagle3.sampling import misfit, said, samplings  # noqa: E402
 from eagle3.schedule import Plan, plan_steps, say_plan  # noqa: E402
@@ -378,4 +378,4 @@ def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, leave)

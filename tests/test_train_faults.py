@@ -559,6 +559,39 @@ def test_other_ranks_do_not_wait_for_the_disk(toy, two, tmp_path):
 
 def test_torchrun_passes_sigterm_on(toy, tmp_path):
     slow = HAPPENS.replace("sys.argv[1], sys.argv[2]", "'time.sleep(0.3)', 'pass'").replace("sys.argv = sys.argv[3:]", "sys.argv = sys.argv[1:]")
+# What a rank says at Python's end, if it comes to that: whether the others' threads of gloo are still there, which abort it now and then
+LEFT = "import atexit\natexit.register(lambda: print('left', processes.dist.is_initialized(), flush=True))\n"
+
+
+def test_no_rank_leaves_python_with_gloos_threads(toy, two, tmp_path):
+    """Not where all is done already (exit code -6 in one of ten runs), nor where something is not finite, nor at a Ctrl-C."""
+    done = ends(ranks(toy, two, before=LEFT))
+    assert [code for code, *_ in done] == [0, 0] and "complete already" in done[0][1], done
+    spoil = "if STEP == 5: trainer.draft.master.flat[7:8].fill_(float('inf'))"
+    spoilt = ends(ranks(toy, tmp_path / "o", before=LEFT, what=spoil))
+    assert [code for code, *_ in spoilt] == [1, 1] and "after step 5: stopped, checkpoint-4 is untouched" in spoilt[0][1], spoilt
+    interrupted = ends(ranks(toy, tmp_path / "p", before=LEFT + "signal.signal(signal.SIGINT, signal.default_int_handler)",
+                             what="if RANK == 1 and STEP == 5: os.kill(os.getpid(), signal.SIGINT)"))
+    assert [code for code, *_ in interrupted] == [1, 130], interrupted
+    assert not any("left True" in out for _, out, _ in done + spoilt + interrupted)
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_another_number_of_ranks_goes_on_from_a_sigterm(toy, two, tmp_path, monkeypatch, more):
+    """At a log line that is still to be written: its window is that of all ranks of before, however many there are now."""
+    if more:
+        terminates(monkeypatch, 3)
+        assert ended(toy, tmp_path / "o", "--grad-accum", 2)[0] == 143
+        done = ends(ranks(toy, tmp_path / "o"))
+        assert [code for code, *_ in done] == [0, 0], done
+    else:
+        done = ends(ranks(toy, tmp_path / "o", what="if STEP == 2: os.kill(os.getpid(), signal.SIGTERM)"))  # heard a step later
+        assert [code for code, *_ in done] == [143, 143] and steps(tmp_path / "o") == [3], done
+        trained(toy, tmp_path / "o", "--grad-accum", 2)
+    for left, right in zip(rows(tmp_path / "o"), rows(two), strict=True):
+        assert {k: v or 0 for k, v in left.items()} == pytest.approx({k: v or 0 for k, v in right.items()}, rel=1e-3), left["step"]
+
+
     (tmp_path / "slow.py").write_text(slow)
     process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), tmp_path / "slow.py",
                                 str(ROOT / "04_train.py"), *argv(toy, tmp_path / "o")], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -64,8 +64,8 @@ class Keeper:
         if not cut_short:
             return False
         self.trainer.grad_norm.fill_(cut_short["grad_norm"])
-        for kept in cut_short["windows"][self.process.rank::self.process.world]:
-            window.take_up(kept, self.process.device)
+        if windows := cut_short["windows"]:
+            window.take_up(windows[0]["counts"], windows[self.process.rank::self.process.world], self.process.device)
         return not cut_short["ended"]
 
     def open(self, saves: int, last_row: int, val: list | None) -> dict | None:

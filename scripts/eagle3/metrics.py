@@ -62,11 +62,15 @@ class Window:
             return None
         return {"sums": self.sums.tolist(), "counts": self.counts.tolist(), "missing": self.missing.tolist()}
 
-    def take_up(self, kept: dict, device) -> None:
-        """Add what `kept` gave: this window goes on from there."""
-        self.sums = self.sums + torch.tensor(kept["sums"], dtype=torch.float64, device=device)
-        self.counts = np.array(kept["counts"])  # of the step, so the same on each rank
-        self.missing = self.missing + np.array(kept["missing"])
+    def take_up(self, counts: list[int], kept: list[dict], device) -> None:
+        """Go on from what `kept` gave on the ranks of before: this rank's share, none where they were fewer.
+
+        counts: that of any of them, since they are of whole steps.
+        """
+        self.sums, self.counts = torch.zeros(self.steps, 4, dtype=torch.float64, device=device), np.array(counts)
+        for own in kept:
+            self.sums = self.sums + torch.tensor(own["sums"], dtype=torch.float64, device=device)
+            self.missing = self.missing + np.array(own["missing"])
 
 
 def listed(metrics: dict, name: str, steps: int, digits=3) -> str:

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from eagle3.stage import PROGRAM, UserError, ended, log
+from eagle3.stage import PROGRAM, UserError, log
 
 # How long a rank waits for the others. In the loop: longer than a compilation or a file server's pause
 LOOP = timedelta(minutes=15)
@@ -84,24 +84,25 @@ def together(process: Process):
     """Where a collective in here fails or waits too long, this process ends at once, with a line and exit code 1.
 
     Ending as usual could wait for the lost rank again: for what lies in the queue of a GPU. torchrun ends the others.
-    After a UserError, too: gloo's threads, which still talk to the other ranks, abort a Python that ends as usual.
     """
     try:
         yield
-    except UserError as error:
-        if not dist.is_initialized():
-            raise
-        code = ended(str(error), 2)
-        sys.stdout.flush()
-        os._exit(code)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         if process.world == 1 or not (isinstance(error, dist.DistError) or re.search(LOST, reason, re.I)):
             raise
         print(f"{PROGRAM}: another rank hangs or has died. Its own last lines say why; else look at its GPU and disk. "
               f"The same command goes on from the last checkpoint. ({reason[:200]})", file=sys.stderr, flush=True)
+        leave(1)
+
+
+def leave(code: int) -> None:
+    """End this process; one of several ranks at once: gloo's threads may abort a Python that ends as usual."""
+    if not dist.is_initialized():
+        sys.exit(code)
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
-        os._exit(1)
+    os._exit(code)
 
 
 class Leaving:

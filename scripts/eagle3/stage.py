@@ -79,8 +79,8 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{int(seconds) % 60:02d}s" if minutes else f"{int(seconds)}s"
 
 
-def run(main: Callable[[list[str]], int | None]) -> None:
-    """Exit with main(argv)'s code; bad input ends in a line and 2, Ctrl-C in 130, the rest in 1.
+def run(main: Callable[[list[str]], int | None], leave: Callable[[int], None] = sys.exit) -> None:
+    """Exit (by `leave`) with main(argv)'s code; bad input ends in a line and 2, Ctrl-C in 130, the rest in 1.
 
     What the machine refused (a path, a disk, a limit, a reader of the output that went away) is a line too, what is
     left a traceback.
@@ -93,6 +93,8 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     try:
         code = main(sys.argv[1:]) or 0
         sys.stdout.flush()
+    except SystemExit as end:
+        code = end.code
     except UserError as error:
         code = ended(str(error), 2)
     except KeyboardInterrupt:
@@ -106,7 +108,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         code = ended(f"{error.filename or 'a file'}: {error.strerror} ({Path(frame.filename).name}, line "
                      f"{frame.lineno}). Mend that and run the same command again.", 2 if error.errno in NAMED else 1)
-    sys.exit(code)
+    leave(code)
 
 
 def ended(why: str, code: int) -> int:
