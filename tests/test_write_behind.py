@@ -166,6 +166,28 @@ def test_a_disk_that_fails_is_in_the_log_and_ends_the_run_at_the_next_step(toy, 
     assert contents(tmp_path / "o") == contents(unbroken)
 
 
+def test_the_rows_up_to_a_checkpoint_are_on_the_disk_before_it_is(toy, unbroken, tmp_path, monkeypatch):
+    """A power cut takes what was not synced: a run that goes on from a checkpoint would lack rows of before for ever."""
+    synced, named, fsync, replace = [0], {}, os.fsync, os.replace
+
+    def syncs(handle):
+        fsync(handle)
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.name == "metrics.jsonl":
+            synced.append(max([json.loads(line)["step"] for line in path.read_text().splitlines()], default=0))
+
+    def replaces(source, target):
+        replace(source, target)
+        if found := re.fullmatch(r"checkpoint-(\d+)", Path(target).name):
+            named[int(found[1])] = synced[-1]
+
+    monkeypatch.setattr(os, "fsync", syncs)
+    monkeypatch.setattr(os, "replace", replaces)
+    run(toy, tmp_path / "o")
+    assert list(named) == [step for step, _ in checkpoints.checkpoints(unbroken)]
+    assert all(rows >= step for step, rows in named.items()), named
+
+
 def test_sigterm_awaits_what_is_being_written(toy, unbroken, tmp_path, slow, monkeypatch):
     update = train.Trainer.update
 

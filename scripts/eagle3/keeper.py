@@ -23,7 +23,7 @@ from eagle3.checkpoints import (check_room, checkpoint_bytes, load_checkpoint, n
 from eagle3.hosts import hand_out
 from eagle3.metrics import Metrics, Window
 from eagle3.processes import SAVING, Process, all_ranks, meet
-from eagle3.stage import log, write_atomic
+from eagle3.stage import log, sync_folder, write_atomic
 from eagle3.trainer import HostCopy
 from eagle3.write_behind import SPARE, Behind, Snapshot, host_memory_left
 
@@ -133,6 +133,8 @@ class Keeper:
             stall = None if self.in_line else time.monotonic() - begun
 
             def write() -> None:
+                with writing(self.args.output_dir):
+                    sync_folder(self.metrics.path)  # its rows come no later than the checkpoint, after a power cut too
                 save_checkpoint(self.args, self.trainer.draft, tensors, self.inputs, provenance, state)
                 seconds = time.monotonic() - begun
                 log(f"checkpoint {self.args.output_dir}/checkpoint-{step} | {sum(self.bytes) / 1e9:.2f} GB | "
