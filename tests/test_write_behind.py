@@ -247,6 +247,23 @@ def test_a_snapshot_holds_still(toy):
     assert json.dumps(host_memory_left()).isdecimal()
 
 
+@pytest.mark.gpu
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch):
+    """CUDA keeps the error of the call that failed; the next kernel must not be blamed for it."""
+    register, taken = Snapshot.register, []
+
+    def refused(own):
+        taken.append(own)
+        return register(own) and register(own)  # it is registered already
+
+    monkeypatch.setattr(Snapshot, "register", staticmethod(refused))
+    tensors = {"a": torch.arange(5., device="cuda")}
+    snapshot = Snapshot(tensors)
+    tensors["a"] += 1
+    assert not snapshot.pinned and snapshot.take(tensors)["a"].tolist() == [1, 2, 3, 4, 5]
+    torch.cuda.cudart().cudaHostUnregister(taken[0].data_ptr())
+
+
 def test_one_piece_of_work_at_a_time():
     behind, order = Behind(), []
     for i in range(3):

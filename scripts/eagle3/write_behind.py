@@ -53,6 +53,9 @@ class Snapshot:
         on_gpu = all(tensor.is_cuda for tensor in tensors.values())
         self.registered = [own.data_ptr() for own in self.tensors.values() if on_gpu and self.register(own)]
         self.pinned = len(self.registered) == len(tensors)
+        if on_gpu and not self.pinned:
+            with contextlib.suppress(RuntimeError):  # CUDA keeps the error, and torch raises it after the next kernel
+                torch.ones(1, device=next(iter(tensors.values())).device).add_(1)
 
     @staticmethod
     def register(own: torch.Tensor) -> bool:
