@@ -108,8 +108,9 @@ class Training:
             follow.stopped = lambda: self.leaving.heard
             self.saves |= follow.begin(self.done, self.keeper.state.get("seen"), self.keeper.damaged)
         self.evaluations = {*self.saves, *range(0, self.total, args.eval_every or self.total)}
-        to_come = sum(self.done < step <= self.total for step in self.saves)
-        last_row = self.done - self.unended if self.done else -1
+        ended = self.done - self.unended
+        to_come = sum(ended < step <= self.total for step in self.saves)
+        last_row = ended if self.done else -1
         self.best = self.keeper.open(to_come, last_row, None if self.lands_last else plan.val)
 
     def train(self) -> None:

@@ -726,6 +726,19 @@ def test_a_full_disk_while_saving_leaves_the_checkpoints_good(toy, unbroken, tmp
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[0]))
         return original(*args, **more)
 
+def test_room_for_a_last_checkpoint_that_a_sigterm_made(toy, unbroken, tmp_path, monkeypatch):
+    """It is still to be written as the last step's: with its evaluation, beside the one that is there."""
+    last = steps(unbroken)[-1]
+    with monkeypatch.context() as patch:
+        terminates(patch, last)
+        assert ended(toy, tmp_path / "o")[0] == 143
+    with monkeypatch.context() as patch, refused(" checkpoints of .* GB and best/ take "):
+        patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+        trained(toy, tmp_path / "o")
+    trained(toy, tmp_path / "o")
+    assert contents(tmp_path / "o") == contents(unbroken)
+
+
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, name, full)
         with refused(r"could not be written to \(.*No space left on device.*Make room, then run the same command again"):
