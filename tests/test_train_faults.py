@@ -366,6 +366,23 @@ def test_a_sample_that_cannot_be_read_is_skipped_named_and_counted(toy, unbroken
 
 
 def test_a_micro_batch_of_which_nothing_can_be_read(toy, unbroken, tmp_path, monkeypatch):
+def test_masses_that_cannot_be_read_any_more_end_the_run_in_a_line(toy, tmp_path, monkeypatch):
+    """The file of checked/ was cut short after it was read: its samples are as lost as if theirs were."""
+    data, make = shutil.copytree(toy / "hidden_states", tmp_path / "data", ignore=shutil.ignore_patterns("checked")), train.make_drafter
+
+    def cut(*args):
+        for path in data.glob("checked/*/*.safetensors"):
+            os.truncate(path, path.stat().st_size - 2000)
+        return make(*args)
+
+    monkeypatch.setattr(train, "make_drafter", cut)
+    with refused(r"data/checked/\S+: not readable \(ends early\); 2 samples by now.*see to the disk, then run the same command again"):
+        trained(toy, tmp_path / "o", data=data)
+    monkeypatch.undo()
+    monkeypatch.setattr(train, "plot", lambda rows, path: None)
+    assert any(line.endswith("done: " + str(tmp_path / "o")) for line in trained(toy, tmp_path / "o", data=data))
+
+
     """The step is made of the others; a step of nothing leaves the weights as they were (AdamW without moments)."""
     monkeypatch.setattr(loader, "MAX_BAD", 1)
     monkeypatch.setattr(loader, "UNREAD_IN_A_ROW", 100)

@@ -151,16 +151,16 @@ def collate(samples: list[Sample], steps: int, hidden: int, aux_states: int = 3,
                 file.read_into("aux_hidden_states", aux[k0:k0 + context])
                 file.read_into("last_hidden_states", last[q0:q0 + rows], first + 1)
                 return file.input_ids()[:context + 2]
+        begin = max(sample.loss_from, first + 2)  # the first token with loss that a query row predicts
         try:
             ids = patiently(read, sample.path)
+            mass[q0 + begin - first - 2:q0 + rows] = sample.mass[begin - sample.loss_from:]  # perhaps from a file, too
         except (OSError, ValueError, KeyError) as error:
             raise Unread(sample, error) from None
         next_ids[k0:k0 + context] = ids[1:-1]
         length[k0:k0 + context] = sample.tokens
         labels[q0:q0 + rows] = ids[first + 2:]
-        begin = max(sample.loss_from, first + 2)  # the first token with loss that a query row predicts
         mask[q0 + begin - first - 2:q0 + rows] = True
-        mass[q0 + begin - first - 2:q0 + rows] = sample.mass[begin - sample.loss_from:]
         k0, q0 = k0 + context, q0 + rows
     columns = {"next_ids": next_ids, "length": length, "labels": labels, "mask": mask, "mass": mass}
     return batch_of(sizes, aux, last, columns, sum(sample.tokens for sample in samples), pin)

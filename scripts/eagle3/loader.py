@@ -56,7 +56,8 @@ class Reader:
         return Loaded(None, [], left_out)
 
     def leave_out(self, lost: Unread) -> None:
-        path, why = lost.sample.path, " ".join(str(getattr(lost.error, "strerror", None) or lost.error).split())
+        path = getattr(lost.error, "filename", None) or lost.sample.path  # or what the check found in it
+        why = " ".join(str(getattr(lost.error, "strerror", None) or lost.error).split())
         log(f"skipped {path} | {why}; it was whole when it was checked")
         self.unread[lost.sample.id] += 1
         self.in_a_row += 1
