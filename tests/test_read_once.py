@@ -14,6 +14,7 @@ import pytest
 from conftest import load_script
 from train_reference import write_learnable_run, write_mapping
 from eagle3 import check_records, file_stat, trainer
+from eagle3.processes import Process
 from eagle3.stage import UserError
 from eagle3.states import StateFile, sample_path
 
@@ -105,6 +106,21 @@ def test_the_second_run_reads_no_byte_of_a_sample_before_its_first_step(run_fold
     write_mapping(root / "vocab_mapping", np.arange(50), 97)
     trained(root, data, tmp_path / "map")  # nor is what lies inside another map known
     assert opened.keys() - {None} == names
+
+
+def test_a_look_at_the_folder_that_a_kill_cut_short_leaves_nothing_for_good(tmp_path, monkeypatch):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check_records, "all_ranks", killed)
+    with pytest.raises(KeyboardInterrupt):
+        check_records.Records(tmp_path / "checked", tmp_path / "own", Process(0, 1, None, None))
+    [left] = (tmp_path / "checked").iterdir()
+    check_records.chunk_names(tmp_path / "checked")
+    assert left.exists()  # another process's, perhaps
+    os.utime(left, (0, 0))
+    check_records.chunk_names(tmp_path / "checked")
+    assert not left.exists()
 
 
 def restore_times(path: Path, before: os.stat_result) -> None:

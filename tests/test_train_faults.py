@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,7 +290,7 @@ def test_repair_touches_only_what_04_made(unbroken, toy, tmp_path):
     kept = contents(output)
     (output / "checkpoint-99.tmp/training_state").mkdir(parents=True)
     (output / "best.tmp").mkdir()
-    for name in ("metrics.jsonl.tmp", "val_ids.json.tmp", "training.tmp", "not-finite-3-rank1.json.tmp"):
+    for name in ("metrics.jsonl.tmp", "val_ids.json.tmp", "training.tmp", "not-finite-3-rank1.json.tmp", f".{uuid.uuid4().hex}.seen"):
         (output / name).write_text("torn")
     repair(output)
     assert contents(output) == kept and not (output / "checkpoint-99.tmp").exists() and not (output / "best.tmp").exists()
@@ -365,7 +366,6 @@ def test_a_sample_that_cannot_be_read_is_skipped_named_and_counted(toy, unbroken
     assert json.loads((tmp_path / "o/manifest.json").read_text())["counts"]["unread"] == 2
 
 
-def test_a_micro_batch_of_which_nothing_can_be_read(toy, unbroken, tmp_path, monkeypatch):
 def test_masses_that_cannot_be_read_any_more_end_the_run_in_a_line(toy, tmp_path, monkeypatch):
     """The file of checked/ was cut short after it was read: its samples are as lost as if theirs were."""
     data, make = shutil.copytree(toy / "hidden_states", tmp_path / "data", ignore=shutil.ignore_patterns("checked")), train.make_drafter
@@ -383,6 +383,7 @@ def test_masses_that_cannot_be_read_any_more_end_the_run_in_a_line(toy, tmp_path
     assert any(line.endswith("done: " + str(tmp_path / "o")) for line in trained(toy, tmp_path / "o", data=data))
 
 
+def test_a_micro_batch_of_which_nothing_can_be_read(toy, unbroken, tmp_path, monkeypatch):
     """The step is made of the others; a step of nothing leaves the weights as they were (AdamW without moments)."""
     monkeypatch.setattr(loader, "MAX_BAD", 1)
     monkeypatch.setattr(loader, "UNREAD_IN_A_ROW", 100)
@@ -558,24 +559,6 @@ def test_ranks_leave_at_the_same_step(toy, two, tmp_path):
     assert {name: left[name] for name in left if name != "training.png"} == {name: right[name] for name in right if name != "training.png"}
 
 
-def test_other_ranks_do_not_wait_for_the_disk(toy, two, tmp_path):
-    """Rank 0 writes checkpoint-4 for seconds: both go on with their steps, to the same bytes."""
-    before = ("from eagle3 import checkpoints\nsave = checkpoints.save_file\n"
-              "def slowly(tensors, path, metadata=None):\n"
-              "    time.sleep(1.5 * ('checkpoint-4.' in str(path)))\n    print('file', time.monotonic(), flush=True)\n"
-              "    return save(tensors, path, metadata)\ncheckpoints.save_file = slowly")
-    done = ends(ranks(toy, tmp_path / "o", before=before, what="print('step', STEP, time.monotonic(), flush=True)"))
-    assert [code for code, *_ in done] == [0, 0], done
-    written = [float(line.split()[1]) for line in done[0][1].splitlines() if line.startswith("file ")][1]  # the second one of checkpoint-4
-    for _, out, _ in done:
-        times = {int(line.split()[1]): float(line.split()[2]) for line in out.splitlines() if line.startswith("step ")}
-        assert times[5] < written - 2, times
-    left, right = contents(tmp_path / "o"), contents(two)
-    assert {name: left[name] for name in left if name != "training.png"} == {name: right[name] for name in right if name != "training.png"}
-
-
-def test_torchrun_passes_sigterm_on(toy, tmp_path):
-    slow = HAPPENS.replace("sys.argv[1], sys.argv[2]", "'time.sleep(0.3)', 'pass'").replace("sys.argv = sys.argv[3:]", "sys.argv = sys.argv[1:]")
 # What a rank says at Python's end, if it comes to that: whether the others' threads of gloo are still there, which abort it now and then
 LEFT = "import atexit\natexit.register(lambda: print('left', processes.dist.is_initialized(), flush=True))\n"
 
@@ -609,6 +592,24 @@ def test_another_number_of_ranks_goes_on_from_a_sigterm(toy, two, tmp_path, monk
         assert {k: v or 0 for k, v in left.items()} == pytest.approx({k: v or 0 for k, v in right.items()}, rel=1e-3), left["step"]
 
 
+def test_other_ranks_do_not_wait_for_the_disk(toy, two, tmp_path):
+    """Rank 0 writes checkpoint-4 for seconds: both go on with their steps, to the same bytes."""
+    before = ("from eagle3 import checkpoints\nsave = checkpoints.save_file\n"
+              "def slowly(tensors, path, metadata=None):\n"
+              "    time.sleep(1.5 * ('checkpoint-4.' in str(path)))\n    print('file', time.monotonic(), flush=True)\n"
+              "    return save(tensors, path, metadata)\ncheckpoints.save_file = slowly")
+    done = ends(ranks(toy, tmp_path / "o", before=before, what="print('step', STEP, time.monotonic(), flush=True)"))
+    assert [code for code, *_ in done] == [0, 0], done
+    written = [float(line.split()[1]) for line in done[0][1].splitlines() if line.startswith("file ")][1]  # the second one of checkpoint-4
+    for _, out, _ in done:
+        times = {int(line.split()[1]): float(line.split()[2]) for line in out.splitlines() if line.startswith("step ")}
+        assert times[5] < written - 2, times
+    left, right = contents(tmp_path / "o"), contents(two)
+    assert {name: left[name] for name in left if name != "training.png"} == {name: right[name] for name in right if name != "training.png"}
+
+
+def test_torchrun_passes_sigterm_on(toy, tmp_path):
+    slow = HAPPENS.replace("sys.argv[1], sys.argv[2]", "'time.sleep(0.3)', 'pass'").replace("sys.argv = sys.argv[3:]", "sys.argv = sys.argv[1:]")
     (tmp_path / "slow.py").write_text(slow)
     process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), tmp_path / "slow.py",
                                 str(ROOT / "04_train.py"), *argv(toy, tmp_path / "o")], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -725,6 +726,19 @@ def test_too_little_room_for_the_checkpoints_is_said_before_the_first_step(toy, 
     trained(toy, tmp_path / "o", "--keep-checkpoints", 1)  # nothing is left to be saved
 
 
+def test_room_for_a_last_checkpoint_that_a_sigterm_made(toy, unbroken, tmp_path, monkeypatch):
+    """It is still to be written as the last step's: with its evaluation, beside the one that is there."""
+    last = steps(unbroken)[-1]
+    with monkeypatch.context() as patch:
+        terminates(patch, last)
+        assert ended(toy, tmp_path / "o")[0] == 143
+    with monkeypatch.context() as patch, refused(" checkpoints of .* GB and best/ take "):
+        patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+        trained(toy, tmp_path / "o")
+    trained(toy, tmp_path / "o")
+    assert contents(tmp_path / "o") == contents(unbroken)
+
+
 FULL = {"the state": ("save_file", 4), "the weights": ("save_file", 3), "the folder": ("replace_folder", 3)}
 
 
@@ -742,19 +756,6 @@ def test_a_full_disk_while_saving_leaves_the_checkpoints_good(toy, unbroken, tmp
                 raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[0]))
         return original(*args, **more)
-
-def test_room_for_a_last_checkpoint_that_a_sigterm_made(toy, unbroken, tmp_path, monkeypatch):
-    """It is still to be written as the last step's: with its evaluation, beside the one that is there."""
-    last = steps(unbroken)[-1]
-    with monkeypatch.context() as patch:
-        terminates(patch, last)
-        assert ended(toy, tmp_path / "o")[0] == 143
-    with monkeypatch.context() as patch, refused(" checkpoints of .* GB and best/ take "):
-        patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-        trained(toy, tmp_path / "o")
-    trained(toy, tmp_path / "o")
-    assert contents(tmp_path / "o") == contents(unbroken)
-
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, name, full)

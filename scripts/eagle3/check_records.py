@@ -60,7 +60,7 @@ class Records:
 
     def reached(self, beside: Path, process: Process) -> bool:
         """Whether all ranks see the same folder there. Says so where it cannot be written to."""
-        probe, refused = beside / f".probe-{uuid.uuid4().hex}", None
+        probe, refused = beside / f".probe-{uuid.uuid4().hex}.tmp", None
         try:
             beside.mkdir(parents=True, exist_ok=True)
             probe.touch()

@@ -31,7 +31,7 @@ SUMS = Path("training_state/SHA256SUMS")
 STATE, STATE_TENSORS = Path("training_state/state.json"), Path("training_state/state.safetensors")
 OWN_FOLDER = re.compile(r"(checkpoint-\d+|best)\.(tmp|old)")  # between two renames
 OWN_FILE = re.compile(r"(metrics\.jsonl|val_ids\.json|stage\.json|manifest\.json|training|not-finite-\d+-rank\d+\.json)"
-                      r"\.tmp")
+                      r"\.tmp|\.[0-9a-f]{32}\.seen")  # the latter: hosts.seen_of
 
 
 # ---- folders ----
