@@ -262,6 +262,7 @@ class Capture:
             self.stream.wait_stream(torch.cuda.current_stream(last.device))
             for tensor in (*aux, last, input_ids):
                 tensor.record_stream(self.stream)
+        there = min(tensor.shape[0] for tensor in (*aux, last, input_ids))
         for row, start, count, rid, parts in wanted:
             sample = self.samples.pop(rid, None)
             if sample is None or start == 0:
@@ -269,20 +270,20 @@ class Capture:
             if sample.taken != start or start + count > sample.tokens:
                 sample.thread.drop(sample, f"retry: positions {start} to {start + count - 1} of {sample.tokens} came, "
                                            f"expected those from {sample.taken}")
-                continue
-            if row + count > min(tensor.shape[0] for tensor in (*aux, last, input_ids)):
+            elif row + count > there:
                 sample.thread.drop(sample, "refused: this server splits the rows of a batch over ranks")
-                continue
-            if sample.layout.in_fp8 and last.shape[1] % 4:
+            elif sample.layout.in_fp8 and last.shape[1] % 4:
                 sample.thread.drop(sample, "refused: FP8 states need a hidden size that 4 divides. Use --states bf16.")
-                continue
-            try:
-                self.copy(sample, slice(row, row + count), aux, last, input_ids)
-            except Stalled as error:
-                sample.thread.drop(sample, None)  # once it can
-                told = sample.folder, sample.id, f"stalled: {error}"  # by a thread that nobody waits for: the same disk
-                threading.Thread(target=files.tell, args=told, daemon=True).start()
-                continue
+            else:
+                try:
+                    self.copy(sample, slice(row, row + count), aux, last, input_ids)
+                except Stalled as error:
+                    sample.thread.drop(sample, None)  # once it can
+                    # By a thread that nobody waits for: it writes to the same disk
+                    told = sample.folder, sample.id, f"stalled: {error}"
+                    threading.Thread(target=files.tell, args=told, daemon=True).start()
+            # Of one that was given up, too: its later chunks would be lost rows, and that the client's last word
+            sample.taken = start + count
             if sample.taken < sample.tokens:
                 self.samples[rid] = sample
                 if len(self.samples) > MAX_OPEN:
@@ -310,7 +311,7 @@ class Capture:
                 if self.stream:
                     slot.copied = torch.cuda.Event()
                     slot.copied.record(self.stream)
-            sample.taken, first = sample.taken + number, first + number
+            first += number
             sample.thread.add(sample, slot, number)
 
 

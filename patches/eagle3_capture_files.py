@@ -120,7 +120,7 @@ class Sample:
         self.layout = capture.layouts[states]
         self.folder = capture.folder / run
         self.thread = min(capture.threads, key=lambda thread: thread.rows)  # all its rows: they must stay in order
-        self.taken = 0    # rows copied out of forward passes (scheduler thread)
+        self.taken = 0    # rows that forward passes have come to (scheduler thread)
         self.written = 0  # rows in the file (writer thread)
         self.file = self.path = None
         self.failed = False

@@ -21,7 +21,7 @@ def feed(module, name: str, rows: int = ROWS):
 
 @pytest.fixture
 def small(module, monkeypatch):
-    """Four slots of 15 rows, so that a lost one would soon be missed."""
+    """Two slots of 15 rows, so that a lost one would soon be missed."""
     monkeypatch.setattr(module.capture.files, "SLOT_BYTES", 4 << 10)
     monkeypatch.setenv("EAGLE3_CAPTURE_BUFFER_MB", "0")
     return module
@@ -122,7 +122,7 @@ def test_a_disk_that_stands_still_does_not_stop_prefill(small, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda *args: gate.wait(60) and real(*args))
     monkeypatch.setattr(small.capture, "STALL_S", 0.5)
     began = time.monotonic()
-    feed(small, "a")  # four slots are in flight, the rest of its rows finds none
+    feed(small, "a")  # two slots are in flight, the rest of its rows finds none
     assert 0.4 < time.monotonic() - began < 5
     told = wait_for(small.folder / "a.error").read_text()
     assert told == f"stalled: no write ended in 0 s, the disk of {small.folder.parent} stands still\n"
@@ -147,6 +147,21 @@ def test_other_samples_of_a_batch_that_stalls(small, monkeypatch):
     wake(small, gate)
     assert torch.equal(load_file(wait_for(small.folder / "a.safetensors"))["aux_hidden_states"], aux[:15])
     check_all_right(small)
+
+
+def test_later_chunks_of_a_sample_that_was_given_up_say_nothing_else(small, monkeypatch):
+    """The client, which is told after the last chunk, would blame the sample for rows that came after a gap."""
+    gate, real = threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: gate.wait(60) and real(*args))
+    monkeypatch.setattr(small.capture, "STALL_S", 0.3)
+    name = rid("r", range(3 * ROWS), "a")
+    for chunk in range(2):
+        small.feed(batch((name, chunk * ROWS, ROWS)))
+    wake(small, gate)
+    small.feed(batch((name, 2 * ROWS, ROWS)))  # finds slots again
+    check_all_right(small)
+    assert (small.folder / "a.error").read_text().startswith("stalled: no write ended")
+    assert not list(small.folder.glob("a.safetensors*")) and not state(small).samples
 
 
 @pytest.mark.parametrize("watchdog, patience", [(300, 100), (60, 20), (3600, 120), (None, 120), (0, 120)])

@@ -156,9 +156,15 @@ def test_what_is_not_finite_is_refused_as_ever(module, kind, where, value):
 
 def test_rows_that_no_scale_fits_are_refused_in_words(module):
     name = rid("r", range(5), "a").replace("eagle3", "eagle3-fp8")
-    module.feed(batch((name, 0, 5)), torch.randn(5, 18), torch.randn(5, 6))
-    said = wait_for(module.folder / "a.error").read_text()
+    for chunk in (slice(0, 3), slice(3, 5)):
+        rows = chunk.stop - chunk.start
+        module.feed(batch((name, chunk.start, rows)), torch.randn(rows, 18), torch.randn(rows, 6))
+        said = wait_for(module.folder / "a.error").read_text()
+    as_is = rid("r", range(5), "b")
+    module.feed(batch((as_is, 0, 5)), torch.randn(5, 18), torch.randn(5, 6))
+    wait_for(module.folder / "b.safetensors")  # what is told of the second chunk would be told by now
     assert said.startswith("refused: FP8 states need a hidden size that 4 divides")
+    assert (module.folder / "a.error").read_text() == said
 
 
 # ---- through 03 ----
