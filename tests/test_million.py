@@ -121,6 +121,28 @@ def test_a_line_that_says_otherwise_or_takes_back_is_heard(folder):
     assert "r08" in folder() and folder.server.asked == ["r08"]
 
 
+def test_facts_that_were_damaged_are_taken_from_a_file(folder):
+    """They stand in the first line of landed.jsonl alone; remembered samples must not leave the folder without."""
+    folder()
+    manifest = (folder.output / "manifest.json").read_bytes()
+    cut_short(folder)
+    journal = folder.output / "landed.jsonl"
+    journal.write_bytes(b"!" + journal.read_bytes()[1:])
+    assert "r07" in folder() and folder.server.asked == []
+    assert (folder.output / "manifest.json").read_bytes() == manifest
+    cut_short(folder)
+    assert folder() == []
+
+
+def test_a_file_that_is_gone_again_is_not_remembered(tmp_path, monkeypatch):
+    """04 --follow may release and remove one that 03, which begins again, has just looked at."""
+    monkeypatch.setattr(restart, "REMEMBER", 1)
+    placed = restart.Placed(tmp_path, 1)
+    placed.add(SimpleNamespace(id="r07", tokens=7, prompt_len=3), "sha256:0", tmp_path / "gone")
+    placed.flush()
+    assert not placed.path.exists()
+
+
 def test_other_responses_or_other_limits_are_read_again(folder):
     folder("--limit", 22)
     assert folder("--limit", 22) == []
@@ -145,7 +167,14 @@ def test_responses_that_are_just_being_written_are_not_remembered(folder, monkey
     assert "samples.npz" not in os.listdir(folder.output)
 
 
+def encrypted(data: bytes) -> bytes:
+    """A zip file whose first entry says that it needs a password: what one flipped bit can make of it."""
+    at = data.index(b"PK\1\2") + 8
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1:]
+
+
 @pytest.mark.parametrize("name, harm", [("samples.npz", lambda data: data[:-30]), ("samples.npz", lambda data: b""),
+                                        ("samples.npz", encrypted),
                                         ("samples.npz", lambda data: data[:900] + bytes([data[900] ^ 4]) + data[901:]),
                                         ("placed.bin", lambda data: data[:-7]),
                                         ("placed.bin", lambda data: data[:5] + bytes(9) + data[14:]), ("placed.bin", lambda data: b"")])

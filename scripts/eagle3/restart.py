@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,8 @@ class Rows:
             return samples, collections.Counter(facts["dropped"]), facts["plan"]
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error,
+                zipfile.BadZipFile) as error:
             log(f"{self.path}: damaged ({' '.join(str(error).split())}); responses are read again")
             return None
 
@@ -107,7 +109,7 @@ class Placed:
 
     def known(self, samples: list[Sample], journal: Journal) -> set[str]:
         """Ids of those whose file is the one that agreed with the line that it has in the journal."""
-        if not self.used or not self.path.exists():
+        if not self.used or not self.path.exists() or journal.facts is None:  # a lost line of facts comes from a file
             return set()
         data = self.path.read_bytes()
         records = np.frombuffer(data[:len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
@@ -139,9 +141,10 @@ class Placed:
 
     def add(self, sample: Sample, checksum: str, path: Path) -> None:
         """The file of `sample` was found in place, with its line."""
-        if not self.used:
+        stat = stat_of(path) if self.used else None
+        if stat is None:  # or 04 has released it since
             return
-        record = PACKED.pack(number_of(sample.id), line_of(sample, checksum), *stat_of(path))
+        record = PACKED.pack(number_of(sample.id), line_of(sample, checksum), *stat)
         with self.lock:
             self.fresh += record
             due = time.monotonic() - self.flushed > FLUSH_S
