@@ -96,19 +96,34 @@ def test_two_servers_each_with_a_states_server_of_its_own(remote, there, tmp_pat
     other.close()
 
 
-def test_what_a_killed_03_left_is_removed_there_and_nothing_else(remote, there):
-    """Also in bounded mode, which waits until servers write nothing of it any more."""
-    own, foreign = run_prefix(remote.folder, remote=True), "0123456789ab-77-1.1"
+@pytest.mark.parametrize("mode", [[], ["--max-disk-gb", 1]])
+def test_what_a_killed_03_left_is_removed_there_and_nothing_else(remote, there, mode):
+    """In bounded mode nothing is asked for until the server has written what the dead one asked for, which no bound counts."""
+    own, foreign, ended, early = run_prefix(remote.folder, remote=True), "0123456789ab-77-1.1", threading.Event(), []
     for run in (f"{own}9-9.1", foreign, run_prefix(remote.folder) + "9-9.1"):  # the last: the same path on another host
         (there / run).mkdir(parents=True)
         (there / run / "s03.safetensors.tmp").write_bytes(b"begun")
-    for mode in ([], ["--max-disk-gb", 1]):
-        (there / f"{own}8-8.1").mkdir()
-        (there / f"{own}8-8.1/s04.safetensors").write_bytes(b"not taken")
-        assert remote("--output-dir", remote.folder.with_name("bounded"), *mode) == "" if mode else remote() == ""
-        left = {path.parent.name for path in files_in(there)}
-        assert foreign in left and run_prefix(remote.folder) + "9-9.1" in left
-        assert not [name for name in left if name.startswith(own)] or mode  # another output folder's are its own
+    (there / f"{own}8-8.1").mkdir()
+    (there / f"{own}8-8.1/s04.safetensors").write_bytes(b"not taken")
+
+    def goes_on_writing() -> None:
+        (there / f"{own}7-7.1").mkdir()
+        for size in range(6):
+            (there / f"{own}7-7.1/s05.safetensors.tmp").write_bytes(bytes(size))
+            time.sleep(0.25)
+        ended.set()
+
+    server = remote.servers[0]
+
+    def generate(body: dict, answer=server.generate) -> tuple[int, dict]:
+        if "rid" not in body:  # what a new 03 asks for first
+            threading.Thread(target=goes_on_writing).start()
+        return answer(body)
+
+    server.generate = generate
+    server.before = lambda name, folder: early.append(name) if mode and not ended.is_set() else None
+    assert remote(*mode) == "" and not early and ended.is_set() == bool(mode)
+    assert {path.parent.name for path in files_in(there)} == {foreign, run_prefix(remote.folder) + "9-9.1"}
 
 
 # ---- what cannot be ----
@@ -122,6 +137,17 @@ def test_what_a_killed_03_left_is_removed_there_and_nothing_else(remote, there):
 def test_what_cannot_be_is_one_line_before_anything_is_sent(remote, monkeypatch, flags, words):
     monkeypatch.setenv("OTHER", "another-token-than-that")
     assert words in remote(*flags) and remote.servers[0].asked == [] and "another-token" not in remote.out
+
+
+@pytest.mark.parametrize("what, mode", [("remove_runs", []), ("listing", ["--max-disk-gb", 1])])
+def test_a_states_server_that_goes_before_anything_is_sent_is_one_line(remote, monkeypatch, what, mode):
+    """It says what it is, and dies of the next request."""
+    def dies(self, prefix):
+        raise ConnectionAbortedError
+
+    monkeypatch.setattr(StatesServer, what, dies)
+    said = remote(*mode)
+    assert said.startswith(f"{remote.url}: no states server answers there (RemoteDisconnected") and not remote.servers[0].asked
 
 
 def test_an_address_that_is_no_states_server(remote):

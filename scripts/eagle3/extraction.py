@@ -100,6 +100,8 @@ class Extraction:
         self.to_do = [sample for sample in samples if sample.id not in gone and not self.in_place(sample)]
         self.placed.flush()
         if self.room:
+            self.room.poll()  # what 04 has released meanwhile is not there either, and must not come again
+            self.to_do = [sample for sample in self.to_do if sample.id not in self.room.released]
             self.to_do.sort(key=lambda sample: plan_order(sample.id))
         self.samples, self.total = samples, len(samples)
         # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
@@ -327,17 +329,22 @@ class Extraction:
         """The states servers are there, and nothing of an earlier process is left in them. Raises UserError."""
         for source in set(self.sources.values()):
             source.greet()
-            source.clean(run_prefix(self.folder, remote=True))
+            try:
+                source.clean(run_prefix(self.folder, remote=True))
+            except Away as error:
+                raise source.silent(error) from None
             log(f"states come from {source.url} | {source.where()} | "
                 f"disk free there {source.about.get('free_bytes', 0) / 1e9:,.1f} GB")
 
     def left_there(self) -> list:
-        """What runs into this folder have on other hosts. Raises OSError where one is away, UserError."""
-        try:
-            return [tuple(row) for source in set(self.sources.values())
-                    for row in source.left(run_prefix(self.folder, remote=True))]
-        except Away as error:
-            raise ConnectionError(str(error)) from None
+        """What runs into this folder have on other hosts. Raises UserError."""
+        found = []
+        for source in set(self.sources.values()):
+            try:
+                found += map(tuple, source.left(run_prefix(self.folder, remote=True)))
+            except Away as error:
+                raise source.silent(error) from None
+        return found
 
     def tidy(self) -> None:
         """Nothing is left on other hosts of what they captured for this folder. One that is away is only told of."""

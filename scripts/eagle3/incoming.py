@@ -59,7 +59,7 @@ def settle(servers: list, incoming: Path, folder: Path, token: int, remote: Call
     """After a kill a server may still write what the dead process asked for, which no bound counts.
 
     It works in order: once it has answered a request sent now, those files are begun, if not whole. Wait until nothing
-    changes any more, then remove them. servers: extraction.Server; token: any of the target's; remote: what lies on
+    changes any more, then remove them. servers: prefill_server.Server; token: any of the target's; remote: what lies on
     other hosts. Raises OSError where a server does not answer.
     """
     body = json.dumps({"input_ids": [token], "sampling_params": PREFILL}).encode()

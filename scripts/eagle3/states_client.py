@@ -149,10 +149,14 @@ class Source:
         try:
             self.about = self.body(self.ask("GET", "/"))
         except Away as error:
-            raise UserError(f"{self.url}: no states server answers there ({error}). Start scripts/offer_states.py on "
-                            "the server's host, or mend --states-url.") from None
+            raise self.silent(error) from None
         if self.about.get("what") != WHAT:
             raise UserError(f"{self.url}: no states server answers there. Mend --states-url.")
+
+    def silent(self, error: Away) -> UserError:
+        """Of one that does not answer before anything is sent."""
+        return UserError(f"{self.url}: no states server answers there ({error}). Start scripts/offer_states.py on the "
+                         "server's host, or mend --states-url.")
 
     def where(self) -> str:
         """Its folder, in words."""
