@@ -85,8 +85,10 @@ def make_folders(source: Path, work: Path, kinds: list[str], share: float) -> di
     folders = {kind: source if kind == KINDS[0] else work / "states" / kind for kind in kinds}
     for kind, folder in folders.items():
         if kind in KINDS[1:]:
-            subprocess.run([sys.executable, "-u", str(ROOT / "scripts/convert_states.py"), "--data-dir", str(source),
-                            "--output-dir", str(folder), "--states", kind], check=True)
+            done = subprocess.run([sys.executable, "-u", str(ROOT / "scripts/convert_states.py"), "--data-dir",
+                                   str(source), "--output-dir", str(folder), "--states", kind])
+            if done.returncode:
+                raise UserError(f"{folder}: convert_states.py failed: see above.")
         elif kind == ONE_SCALE and not (folder / "manifest.json").exists():
             with concurrent.futures.ThreadPoolExecutor(8) as pool:
                 made = list(pool.map(lambda row: with_one_scale(source, folder, manifest, row), rows))

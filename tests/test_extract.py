@@ -33,7 +33,7 @@ from eagle3.incoming import own_runs, run_prefix
 from eagle3.journal import Journal
 from eagle3.limits import read_limits
 from eagle3.prefill_server import Server
-from eagle3.states import SAME_CAPTURE, StateFile, check_header, sample_path
+from eagle3.states import KINDS, SAME_CAPTURE, StateFile, check_header, sample_path
 from eagle3.states_server import StatesServer
 from stand_in import StandIn, capture_hash, captured, extract_here, file_of, let_go, write_responses
 from test_capture import text_model
@@ -142,16 +142,24 @@ def test_the_limits_that_are_read_are_where_the_engine_says_no(server):
     assert answers == [400, 200] and limits.longest < min(limits.context, limits.pool)
 
 
-def test_over_http_the_real_engine_gives_the_same_files(undisturbed, responses, server, capture_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_http_the_real_engine_gives_the_same_files(kind, undisturbed, responses, server, capture_dir, tmp_path, monkeypatch):
+    """Of each kind of states: those of the local route, byte for byte, also where --verify-again has some made anew."""
+    local, remote, flags = undisturbed, tmp_path / "remote", ["--limit", 12, "--states", kind]
+    if kind != KINDS[0]:
+        local = tmp_path / "local"
+        extract(responses, local, server.url, capture_dir, *flags)
     monkeypatch.setenv("STATES_TOKEN", "a-token-of-this-test")
     with StatesServer(("127.0.0.1", 0), capture_dir, "a-token-of-this-test") as offer:
         threading.Thread(target=offer.serve_forever, args=(0.01,), daemon=True).start()
-        extract(responses, tmp_path / "o", server.url, tmp_path / "incoming", "--limit", 12, "--states-url",
+        extract(responses, remote, server.url, tmp_path / "incoming", *flags, "--verify-again", 2, "--states-url",
                 f"http://127.0.0.1:{offer.server_port}", "--states-token-env", "STATES_TOKEN")
         offer.shutdown()
-    found = {path.relative_to(tmp_path / "o"): path.read_bytes() for path in (tmp_path / "o").glob("??/*.safetensors")}
-    assert len(found) == offer.files == 12 and found == {name: (undisturbed / name).read_bytes() for name in found}
-    assert not list(capture_dir.glob(f"{run_prefix(tmp_path / 'o', remote=True)}*"))
+    found = {path.relative_to(remote): path.read_bytes() for path in remote.glob("??/*.safetensors")}
+    assert len(found) == 12 and found == {name: (local / name).read_bytes() for name in found}
+    assert offer.files == 14 and json.loads((remote / "verify.json").read_text())["again"]["same_bytes"] == 2
+    assert json.loads((remote / "manifest.json").read_text()).get("states", KINDS[0]) == kind
+    assert not list(capture_dir.glob(f"{run_prefix(remote, remote=True)}*"))
 
 
 def test_complete_already(undisturbed, responses, capture_dir):
