@@ -11,6 +11,7 @@ both; there is no way back from FP8 to what it was.
 Reads   --data-dir: every file whole, its checksum compared with index.jsonl; what is damaged is left
 Writes  --output-dir, manifest.json last; with --remove-source, --data-dir's manifest.json becomes converting.json first
 Time    the disk's, with a GPU; without one about 0.4 s of a core for 1,000 tokens of Kimi-K2.5
+Memory  a whole sample for each of --num-workers: 3.8 GB for one of 65,536 tokens of Kimi-K2.5
 Stop it any way, at any time; the same command goes on.
 """
 import argparse

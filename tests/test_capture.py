@@ -646,6 +646,31 @@ def test_a_slow_disk_slows_prefill_and_loses_no_row(module, monkeypatch):
         assert torch.equal(written["aux_hidden_states"], states[number][0])
 
 
+def test_a_long_sample_takes_the_memory_of_its_slots(module, monkeypatch):
+    """65,536 tokens in chunks, 269 MB: no more of them are held than two slots of 32 MiB and the pass itself."""
+    monkeypatch.setenv("EAGLE3_CAPTURE_BUFFER_MB", "64")
+    T, chunk, width = 65_536, 4096, 256
+    name, generator = rid("r", range(T), "a"), torch.Generator().manual_seed(0)
+    aux, last = (torch.randn(chunk, columns, generator=generator) for columns in (3 * width, width))
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here on
+    before = resident()["VmRSS"]
+    for start in range(0, T, chunk):
+        module.feed(batch((name, start, chunk)), aux + start, last + start)
+    written = wait_for(module.folder / "a.safetensors")
+    assert resident()["VmHWM"] - before < 180, resident()
+    found = load_file(written)
+    for start in range(0, T, chunk):
+        rows = slice(start, start + chunk)
+        assert torch.equal(found["aux_hidden_states"][rows], aux + start), start
+        assert torch.equal(found["last_hidden_states"][rows], last + start), start
+
+
+def resident() -> dict[str, int]:
+    """MiB of this process: VmRSS now, VmHWM at most."""
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {words[0][:-1]: int(words[1]) // 1024 for words in lines if words[0] in ("VmRSS:", "VmHWM:")}
+
+
 @pytest.mark.gpu
 def test_the_next_batch_may_overwrite_the_buffer_of_the_ids(module):
     """SGLang keeps the ids of all batches in one buffer; rows are copied out beside the next pass, here long after it
