@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from conftest import ROOT, free_port
-from eagle3 import extraction, states_client
+from eagle3 import extraction, incoming, states_client
 from eagle3.incoming import run_prefix
 from eagle3.stage import UserError
 from eagle3.states_client import Away, Source
@@ -97,7 +98,7 @@ def test_two_servers_each_with_a_states_server_of_its_own(remote, there, tmp_pat
 
 
 @pytest.mark.parametrize("mode", [[], ["--max-disk-gb", 1]])
-def test_what_a_killed_03_left_is_removed_there_and_nothing_else(remote, there, mode):
+def test_what_a_killed_03_left_is_removed_there_and_nothing_else(remote, there, mode, monkeypatch):
     """In bounded mode nothing is asked for until the server has written what the dead one asked for, which no bound counts."""
     own, foreign, ended, early = run_prefix(remote.folder, remote=True), "0123456789ab-77-1.1", threading.Event(), []
     for run in (f"{own}9-9.1", foreign, run_prefix(remote.folder) + "9-9.1"):  # the last: the same path on another host
@@ -105,23 +106,18 @@ def test_what_a_killed_03_left_is_removed_there_and_nothing_else(remote, there, 
         (there / run / "s03.safetensors.tmp").write_bytes(b"begun")
     (there / f"{own}8-8.1").mkdir()
     (there / f"{own}8-8.1/s04.safetensors").write_bytes(b"not taken")
+    sizes = iter(range(1, 7))
 
-    def goes_on_writing() -> None:
-        (there / f"{own}7-7.1").mkdir()
-        for size in range(6):
+    def writes_on(seconds: float) -> None:
+        """In each pause of 03's, until it has ended."""
+        if size := next(sizes, 0):
+            (there / f"{own}7-7.1").mkdir(exist_ok=True)
             (there / f"{own}7-7.1/s05.safetensors.tmp").write_bytes(bytes(size))
-            time.sleep(0.25)
-        ended.set()
+        else:
+            ended.set()
 
-    server = remote.servers[0]
-
-    def generate(body: dict, answer=server.generate) -> tuple[int, dict]:
-        if "rid" not in body:  # what a new 03 asks for first
-            threading.Thread(target=goes_on_writing).start()
-        return answer(body)
-
-    server.generate = generate
-    server.before = lambda name, folder: early.append(name) if mode and not ended.is_set() else None
+    monkeypatch.setattr(incoming, "time", SimpleNamespace(monotonic=time.monotonic, sleep=writes_on))
+    remote.servers[0].before = lambda name, folder: early.append(name) if mode and not ended.is_set() else None
     assert remote(*mode) == "" and not early and ended.is_set() == bool(mode)
     assert {path.parent.name for path in files_in(there)} == {foreign, run_prefix(remote.folder) + "9-9.1"}
 
