@@ -1,12 +1,16 @@
 """05 --check-answers: what counts as right, how code of answers is run, and the figures of two variants beside each other."""
+import hashlib
 import json
+import os
+import subprocess
+import sys
 import time
 from decimal import Decimal
 
 import pytest
 
-from conftest import TINY_KIMI, run_here
-from eagle3 import answers
+from conftest import ROOT, TINY_KIMI, run_here
+from eagle3 import answers, measuring
 from eagle3.answers import (answer_chapter, answer_lines, answer_sentence, by_level, check_prompts, code_in, judged, number_in, program_of, run_program,
                             sign_test, spoken)
 from eagle3.measured import Measured
@@ -49,9 +53,12 @@ def test_a_program_that_is_right_and_one_that_is_wrong():
 @pytest.mark.parametrize("program, result", [
     ("import sys; sys.exit(0)", "wrong"), ("import os; os._exit(0)", "wrong"), ("while True: pass", "timeout"),
     ("import time; time.sleep(60)", "timeout"), ("x = bytearray(1 << 31)", "wrong"), ("open('f', 'wb').write(bytes(1 << 21))", "wrong"),
-    ("import os; os.kill(os.getpid(), 9)", "killed"), ("print('x' * (1 << 21))", "wrong"),
+    ("import os; os.kill(os.getpid(), 9)", "killed"),
+    ("print('an example')", "passed"), ("print('an example', flush=True); import sys; sys.exit(0)", "wrong"),
+    ("print('x' * (1 << 21))", "passed"), ("print(open('program.py').read()); assert False", "wrong"),
+    ("import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')", "passed"),  # too deep for shutil.rmtree
     ("import os; assert set(os.environ) <= {'PATH', 'HOME', 'OMP_NUM_THREADS', 'LC_CTYPE'}, os.environ", "passed"),
-    ("import os; assert os.listdir() == ['program.py', 'output'] or sorted(os.listdir()) == ['output', 'program.py']", "passed"),
+    ("import os; assert os.listdir() == ['program.py']", "passed"),
     ("import sys; assert sys.stdin.read() == ''", "passed")])
 def test_limits_of_a_program(program, result):
     began = time.monotonic()
@@ -65,6 +72,24 @@ def test_what_a_program_leaves_behind_ends_with_it(tmp_path):
     size = alive.stat().st_size
     time.sleep(0.3)
     assert alive.stat().st_size <= size + 1
+
+
+def test_a_program_ends_with_the_process_that_runs_it(tmp_path):
+    """Killed with -9, that cannot end it itself."""
+    alive = tmp_path / "alive"
+    program = f"import time\nwhile True:\n    time.sleep(0.05)\n    open({str(alive)!r}, 'a').write('x')"
+    runs = subprocess.Popen([sys.executable, "-c", "import sys; from eagle3.answers import run_program; run_program(sys.argv[1], 60)", program],
+                            env={**os.environ, "PYTHONPATH": str(ROOT / "scripts")})
+    for _ in range(600):
+        if alive.exists():
+            break
+        time.sleep(0.05)
+    runs.kill()
+    runs.wait()
+    time.sleep(0.3)
+    size = alive.stat().st_size
+    time.sleep(0.5)
+    assert alive.stat().st_size == size
 
 
 # ---- of a measurement ----
@@ -125,6 +150,8 @@ def test_code_runs_once_also_over_a_kill(tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(answers, "run_program", lambda program: ran.append(program) or run_program(program))
     raw = measured(tmp_path / "raw.jsonl", units)
+    earlier = hashlib.sha256(program_of(WORDS[3], prompts[0]["check"]).encode()).hexdigest()
+    raw.add_probe(f"code p0 {earlier}", {"kind": "code", "result": "wrong"})  # of a version that was wrong about it
     right = judged(raw, prompts, decode, True)
     assert right == {("p0", (3,)): True, ("p1", (4,)): False} and len(ran) == 2
     lines = (tmp_path / "raw.jsonl").read_bytes().splitlines(keepends=True)

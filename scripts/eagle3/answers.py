@@ -5,9 +5,10 @@ A prompt carries what its answer is held against: {"answer": "42"}, a number (of
 its function; HumanEval's `check(candidate)` is called with it). Rows of --prompts have these keys, --dataset gsm8k and
 humaneval bring them; of what bench_prompts.py reads they are the prompt's "check".
 
-Code of an answer runs with --run-code alone, each in a process of its own: TIMEOUT_S, MEMORY_BYTES, files of at most
-FILE_BYTES, an empty folder that goes with it, nothing of this environment. That keeps accidents small, not malice: it
-reads what this user reads, and reaches the network. What ran is kept in raw.jsonl and does not run again.
+Code of an answer runs with --run-code alone, each in a process group of its own: TIMEOUT_S, MEMORY_BYTES, files of at
+most FILE_BYTES, an empty folder that goes with it, nothing of this environment. That keeps accidents small, not malice:
+it reads what this user reads, reaches the network, and can leave its group. What ran is kept in raw.jsonl and does not
+run again.
 """
 from __future__ import annotations
 
@@ -37,15 +38,20 @@ THINK, THOUGHT, TAIL = "<think>", "</think>", 16  # tokens of a prompt's end in 
 NUMBER = re.compile(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?|(?<![\w.])-?\.\d+")
 MARK = re.compile(r"<\|[^|<>]*\|>")
 FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S | re.I)
-# Limits first, then the file: what it prints last shows that it came to its end
+# Limits first, then the file. Where that comes to its end, and is not left by sys.exit or the like, a token is written.
+# What the program itself prints goes nowhere: it would come before the token or after it. prctl: it ends when 05 does
 LAUNCH = """
-import resource, sys
+import ctypes, os, resource, sys
+ctypes.CDLL(None).prctl(1, 9)
 seconds, memory, size = map(int, sys.argv[1:4])
 for what, most in (("AS", memory), ("FSIZE", size), ("NOFILE", 64), ("CORE", 0)):
     resource.setrlimit(getattr(resource, "RLIMIT_" + what), (most, most))
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # the first tells SIGXCPU from a kill
-sys.argv = sys.argv[4:]
+token, end = sys.argv[4].encode(), os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+sys.argv = ["program.py"]
 exec(compile(open("program.py").read(), "program.py", "exec"), {"__name__": "__main__"})
+os.write(end, token)
 """
 
 
@@ -88,23 +94,26 @@ def program_of(text: str, check: dict) -> str:
 
 def run_program(program: str, timeout_s: int = TIMEOUT_S) -> str:
     """Runs it in a process of its own; "passed", or why it did not: "wrong" (an exception), "timeout", "killed"."""
-    token = secrets.token_hex(16)  # a program that ends itself early does not print it
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "program.py").write_text(f"{program}\n__import__('os').write(1, b'{token}')\n", errors="replace")
-        with open(Path(folder, "output"), "wb") as output:
+    token, folder = secrets.token_hex(16), tempfile.mkdtemp()
+    try:
+        Path(folder, "program.py").write_text(program, errors="replace")
+        with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-c", LAUNCH, *map(str, (timeout_s, MEMORY_BYTES, FILE_BYTES))], cwd=folder,
-                env={"PATH": os.defpath, "HOME": folder, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+                [sys.executable, "-I", "-c", LAUNCH, *map(str, (timeout_s, MEMORY_BYTES, FILE_BYTES)), token],
+                cwd=folder, env={"PATH": os.defpath, "HOME": folder, "OMP_NUM_THREADS": "1"}, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL)
             try:
                 code = process.wait(timeout=timeout_s + 1)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with contextlib.suppress(ProcessLookupError):  # with all that it started and left behind
+                with contextlib.suppress(ProcessLookupError):  # with all of its group that is left
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        ended = Path(folder, "output").read_bytes().endswith(token.encode())
+            output.seek(0)
+            ended = output.read() == token.encode()
+    finally:  # shutil.rmtree fails on folders in folders without end, and on files that still come
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL)
     if code is None or code == -signal.SIGXCPU:
         return "timeout"
     return "passed" if code == 0 and ended else "killed" if code < 0 else "wrong"
@@ -150,7 +159,8 @@ def judged(measured: Measured, prompts: list[dict], decode, run_code: bool) -> d
             found[key] = number_in(text) == number_in(str(check["answer"]))
             continue
         program = program_of(text, check)
-        name = f"code {record['id']} {hashlib.sha256(program.encode(errors='replace')).hexdigest()}"
+        # rows called `code ...` are of an earlier 05, which took each program that prints something for wrong
+        name = f"program {record['id']} {hashlib.sha256(program.encode(errors='replace')).hexdigest()}"
         if name not in measured.probes:
             measured.add_probe(name, {"kind": "code", "result": run_program(program)})
             ran += 1
