@@ -141,6 +141,10 @@ def test_harm_is_said():
     assert "- 8 stream(s), speculative: harmed" in "\n".join(answer_chapter({"answers": {"8": {"speculative": harmed}}})) and answer_chapter({}) == []
     assert "too few prompts" in answer_sentence("8", "s", harmed | {"interval": None})
     assert "better" in answer_sentence("8", "s", harmed | {"interval": [0.1, 0.2]})
+    few = harmed | {"compared": 5, "prompts": 5, "only_plain": 3, "only_this": 0, "p": sign_test(3, 0)}  # a chance of 1 in 4
+    assert "too few prompts to tell" in answer_sentence("8", "s", few) and "harmed" not in answer_sentence("8", "s", few)
+    alike = harmed | {"difference": 0.0, "interval": [0.0, 0.0], "prompts": 20, "only_plain": 0, "only_this": 0, "p": 1.0}
+    assert "no harm seen" in answer_sentence("8", "s", alike) and "+0.0 points (95 %: fewer than 13.9% of prompts part)" in answer_sentence("8", "s", alike)
     assert sign_test(0, 0) == 1 and sign_test(1, 0) == 1 and sign_test(0, 10) == 2 / 1024
 
 

@@ -236,7 +236,10 @@ def answer_sentence(level: str, variant: str, f: dict) -> str:
         word, bounds = "too few prompts to tell", ""
     else:
         bounds = f" (95 % interval {100 * interval[0]:+.1f} to {100 * interval[1]:+.1f})"
-        word = "harmed" if interval[1] < 0 else "better" if interval[0] > 0 else "no harm seen"
+        word = "no harm seen" if interval[0] <= 0 <= interval[1] else "too few prompts to tell" if f["p"] >= 0.05 else \
+            "harmed" if interval[1] < 0 else "better"  # resamples of few prompts alone say harm in 1 of 9 equal cases
+        if not f["only_plain"] + f["only_this"]:  # of which no resample can tell how rare parting is
+            bounds = f" (95 %: fewer than {1 - 0.05 ** (1 / f['prompts']):.1%} of prompts part)"
     return (f"{where}, {variant}: {word}: {f['accuracy']:.1%} right, plain {f['accuracy_plain']:.1%}, "
             f"difference {points:+.1f} points{bounds}, on {f['compared']} pairs of answers to {f['prompts']} prompts; "
             f"only plain right on {f['only_plain']}, only this on {f['only_this']} (McNemar p {f['p']:.2g}).{cut}")
