@@ -62,7 +62,8 @@ def goodput_difference(plain: list[dict], variant: list[dict], slo: Slo) -> dict
     found = {"difference": goodput(variant, slo)["share"] - goodput(plain, slo)["share"], "interval": None}
     values = np.array(list(by_prompt((plain, variant), lambda record: (slo.kept(record), 1), failed=True).values()))
     if len(values) >= FEWEST_PROMPTS and min(map(len, shares)) >= FEWEST_RUNS:
-        found["interval"] = interval_over(values, lambda s: s[2] / s[3] - s[0] / s[1], shares)
+        low, high = interval_over(values, lambda s: s[2] / s[3] - s[0] / s[1], shares)
+        found["interval"] = [max(-1.0, low), min(1.0, high)]
     return found
 
 
