@@ -93,7 +93,8 @@ def hashes_of(bench: Benchmark) -> dict[str, str]:
     def digest(value) -> str:
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
-    found = {"prompts": digest([{key: prompt[key] for key in prompt if key != "check"} for prompt in bench.prompts])}
+    found = {"prompts": digest([{key: prompt[key] for key in prompt if key not in ("check", "question")}
+                                for prompt in bench.prompts])}
     drafters = simulated.bound(bench.drafters) if bench.args.break_even else bench.drafters
     for variant, drafter in (drafters or {"": bench.drafter("")}).items():
         hashes = {"prediction": digest(drafter.about), **(drafter_hashes(drafter.folder) if drafter.folder else {})}

@@ -148,6 +148,27 @@ def test_harm_is_said():
     assert sign_test(0, 0) == 1 and sign_test(1, 0) == 1 and sign_test(0, 10) == 2 / 1024
 
 
+def test_a_question_in_two_modes_is_one_prompt(tmp_path):
+    units = [unit("plain", 0, [1] * 10), unit("speculative", 0, [2, 2] + [1] * 8)]
+    for one in units:
+        one["requests"] = [{**record, "question": f"q{n // 2}"} for n, record in enumerate(one["requests"])]
+    prompts = [{"id": f"p{n}", "prompt_ids": [9], "check": {"answer": "4"}} for n in range(10)]
+    own = by_level(units, judged(measured(tmp_path / "raw.jsonl", units), prompts, decode, False))["1"]["speculative"]
+    assert (own["compared"], own["prompts"], own["only_plain"]) == (10, 5, 1)
+
+
+def test_results_of_code_leave_room_for_the_probes_of_answers_that_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "MAX_PROBES", 1)
+    with Paced(0.001) as server:
+        raw = measured(tmp_path / "raw.jsonl", [unit("plain", 0, [1, 1]), unit("speculative", 0, [2, 2])])
+        raw.add_server("plain", {"dtype": "bfloat16"})
+        raw.add_probe("code p0 abc", {"kind": "code", "result": "passed"})
+        endpoints = SimpleNamespace(variant="plain", headers={}, use=lambda variant: server.url)
+        measuring.probe_differences(SimpleNamespace(measured=raw, endpoints=endpoints, args=SimpleNamespace(temperature=0),
+                                                    prompts=[{"id": f"p{n}", "prompt_ids": [9]} for n in range(2)]))
+    assert len(raw.probes) == 2 and server.asked == 1
+
+
 def test_code_runs_once_also_over_a_kill(tmp_path, monkeypatch):
     units = [unit("plain", 0, [3, 4]), unit("plain", 1, [3, 4])]
     prompts = [{"id": f"p{n}", "prompt_ids": [9], "check": {"tests": "assert f() == 1", "entry_point": "f"}} for n in range(2)]

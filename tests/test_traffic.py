@@ -407,6 +407,15 @@ def test_turns_of_one_conversation_are_drawn_together():
     assert speed_up(*[[{**u, "requests": u["requests"][:8]} for u in units] for units in turned])["interval"] is None
 
 
+def test_a_question_at_two_lengths_of_context_is_one_prompt():
+    """Asked twice it tells no more of other questions."""
+    one, two = made_up([0.98, 1.02], prompts=12, spread=0.3), made_up([1.02, 0.98], prompts=12, spread=0.3, seed=7)
+    twice = [[{**unit, "wall_s": 2 * unit["wall_s"], "requests": [
+        {**record, "id": f"{record['id']}@{context}", "question": record["id"]} for context in ("1k", "8k")
+        for record in unit["requests"]]} for unit in units] for units in (one, two)]
+    assert speed_up(*twice)["interval"] == pytest.approx(speed_up(one, two)["interval"])
+
+
 # ---- lengths of context ----
 def test_lengths_in_words_and_numbers():
     assert [context_tokens(name) for name in ("1k", "8K", "500", "32k")] == [1024, 8192, 500, 32768]
@@ -433,6 +442,7 @@ def test_prompts_are_padded_with_each_others_text_to_the_token(tmp_path, tokeniz
     assert len(whole) > 3 and all(text.count(piece) == 1 for piece in whole)
     both = load_prompts(prompt_args(context=["600"], limit=1, thinking=["on", "off"]), str(TINY_KIMI))
     firsts = [tuple(p["prompt_ids"][5:25]) for p in both]
+    assert {p["id"].removesuffix(f"@{p['thinking']}@600") for p in both} == {p["question"] for p in both}
     assert both[0]["id"].endswith("@on@600") and len(set(firsts)) == len(firsts)  # nothing is cached from the other mode
 
 
@@ -474,6 +484,8 @@ def test_levels_by_context_and_their_mix(tmp_path, capsys):
         assert found["contexts"]["128"]["levels"]["1"]["speculative"]["interval"]
         assert "Length of context" in (tmp_path / "r" / "report.md").read_text()
         assert "speculative c1@128 r1 finished" in capsys.readouterr().out
+        asked = [row for row in lines(tmp_path / "r") if row["kind"] == "request"]
+        assert all(row["id"] == f"{row['question']}@{row['context']}" for row in asked)
         with pytest.raises(UserError, match="takes contexts of 140 tokens; --context asks for prompts of 1.. and --max-tokens for 8 more"):
             bench.main(flags(plain, fast, path, tmp_path / "long", "--context", 140))
         assert not any(len(ids) > 128 for ids in plain.inputs)

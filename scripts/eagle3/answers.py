@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle3.figures import paired, resampled
+from eagle3.figures import paired, prompt_of, resampled
 from eagle3.measured import Measured
 from eagle3.stage import UserError, log
 from eagle3.tokens import load_tokenizer
@@ -207,7 +207,7 @@ def beside_plain(pairs: list[tuple[dict, dict]], right: dict[tuple, bool]) -> di
     rows = {}
     for plain, own in pairs:
         row = np.array([known(plain, right), known(own, right), 1], float)
-        rows[plain["id"]] = rows.get(plain["id"], 0) + row
+        rows[prompt_of(plain)] = rows.get(prompt_of(plain), 0) + row
     values = np.stack(list(rows.values()))
     total = values.sum(0)
     only_plain, only_this = int((values[:, 0] > values[:, 1]).sum()), int((values[:, 1] > values[:, 0]).sum())

@@ -31,6 +31,7 @@ CHECK_COLUMNS = {"gsm8k": {"answer": "answer"}, "humaneval": {"tests": "test", "
 def load_prompts(args: argparse.Namespace, tokenizer_path: str) -> list[dict]:
     """[{"id", "source", "thinking", "prompt_ids"}] of --prompts, --dataset, --ids, --limit, --thinking and --context.
 
+    Where a row makes several prompts, each has the row's id as its "question".
     With --context also "context", and the prompts of one length stand together; with several turns (--turns) also
     "turns", the later questions, and "messages"; with --check-answers also "check", of rows that have one.
     The tokenizer is loaded only when something has to be rendered. Raises UserError.
@@ -74,13 +75,17 @@ def prompts_of_row(row: dict, args: argparse.Namespace, tokenizer) -> Iterator[d
     for mode in args.thinking:
         suffix = f"@{mode}" if len(args.thinking) > 1 else ""
         ids = render(tokenizer, {**row, "messages": messages}, mode)
-        yield {**about, "id": row["id"] + suffix, "thinking": mode, "prompt_ids": ids,
+        yield {**about, **question_of(row, args), "id": row["id"] + suffix, "thinking": mode, "prompt_ids": ids,
                **later_turns(row, messages, args)}
 
 
 def later_turns(row: dict, messages: list[dict], args: argparse.Namespace) -> dict:
     later = (row.get("turns") or ())[1:args.turns]
     return {"turns": later, "messages": messages} if later else {}
+
+
+def question_of(row: dict, args: argparse.Namespace) -> dict:
+    return {"question": row["id"]} if len(args.thinking) * max(1, len(args.context)) > 1 else {}
 
 
 def check_of(row: dict, args: argparse.Namespace) -> dict:
@@ -105,8 +110,8 @@ def padded_prompts(rows: list[dict], name: str, padding: Padding, args: argparse
                 continue
             suffix = f"@{mode}" if len(args.thinking) > 1 else ""
             prompts.append({"id": f"{row['id']}{suffix}@{name}", "source": row["source"], "thinking": mode,
-                            "prompt_ids": found[1], "context": name, **check_of(row, args),
-                            **later_turns(row, found[0], args)})
+                            "prompt_ids": found[1], "context": name, **question_of(row, args),
+                            **check_of(row, args), **later_turns(row, found[0], args)})
     if not prompts:
         raise UserError(f"--context {name}: every prompt is longer than {tokens} tokens. Name a greater length.")
     log(f"context {name}: {len(prompts)} prompts of {min(len(prompt['prompt_ids']) for prompt in prompts)} to "

@@ -205,8 +205,9 @@ def spread_of_runs(plain: list[float], variant: list[float]) -> tuple[float, int
 
 
 def prompt_of(record: dict) -> str:
-    """The prompt that a request is a turn of: turns of one conversation are drawn together in a resample."""
-    return record["id"].rpartition("#")[0] if "prompt_ids" in record else record["id"]
+    """The prompt that a request is of: its turns, modes of thinking and contexts are drawn together in a resample."""
+    whole = record["id"].rpartition("#")[0] if "prompt_ids" in record else record["id"]
+    return record.get("question", whole)
 
 
 def tokens_and_seconds(units: list[dict]) -> dict[str, np.ndarray]:

@@ -207,7 +207,8 @@ async def run_unit(connection: Connection, prompts: list[dict], streams: int, sa
     if sending.gone.is_set():
         raise ServerGone(f"{connection.server}: the server went away during {label}. Start it again; "
                          "the same command goes on with this level.")
-    return [{"id": name, **record} for number, prompt in enumerate(prompts)
+    return [{"id": name, **{key: prompt[key] for key in ("question",) if key in prompt}, **record}
+            for number, prompt in enumerate(prompts)
             for name, record in zip(request_ids(prompt), sending.records[number])], wall
 
 

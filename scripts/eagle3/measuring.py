@@ -237,14 +237,16 @@ def warm_up(connection: Connection, prompts: list[dict], streams: int, sampling:
 def probe_differences(bench: Benchmark) -> None:
     """Ask a server for the target's own log-probabilities of the two tokens. Raises UserError, ServerGone."""
     measured, about = bench.measured, {prompt["id"]: prompt for prompt in bench.prompts}
+    probed = sum(probe["kind"] != "code" for probe in measured.probes.values())  # answers.py has its results there
     pairs = [(unit, plain) for plain in measured.units if plain["variant"] == "plain" and bench.args.temperature == 0
              for unit in measured.units if unit["variant"] != "plain" and unit["level"] == plain["level"]]
     for unit, plain in pairs:
         answers = {record["id"]: record for record in plain["requests"]}
         for difference in same_text([plain], [unit])["differences"]:
             key = difference_key(difference)
-            if key in measured.probes or len(measured.probes) >= MAX_PROBES:
+            if key in measured.probes or probed >= MAX_PROBES:
                 continue
+            probed += 1
             url = bench.endpoints.use(bench.endpoints.variant or "plain")  # any server will do: take the one that runs
             near_tie = 1e-3 if measured.servers["plain"].get("dtype") == "float32" else 0.25
             answer = answers[difference["id"]]
