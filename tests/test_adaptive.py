@@ -125,14 +125,16 @@ def test_what_was_measured_is_judged_by_runs_of_its_own():
 
     units = (runs("plain", 1, 100) + runs(S3, 1, 180) + runs("adaptive", 1, 179) + runs("plain", 8, 100) + runs(TREE, 8, 130)
              + runs("adaptive", 8, 120) + runs("plain", 64, 100) + runs("adaptive", 64, 90) + runs("plain", 1, 10, repeat=0))
-    rows = judged(units, found)
+    rows = judged(units, found, found.entries)
     assert [(row["level"], row["holds"]) for row in rows] == [(1, True), (8, True), (64, False)]
     assert rows[0]["plain"]["speed_up"] == pytest.approx(1.786, abs=0.01) and rows[0]["best"]["speed_up"] == pytest.approx(179.5 / 180.5)
     assert said_of(rows[0]) == "1.79x plain with 3 steps, 0.99 of steps3-topk1-drafts4"
     assert "(which adaptive steps cannot be)" in said_of(rows[1]) and said_of(rows[2]) == "0.90x plain with 0 steps: below 0.98"
     assert summary(rows) == "adaptive is slower than plain at 64 stream(s): there serve without a drafter"
     assert summary(rows[:2]) == "adaptive is nowhere slower than plain decoding or the best fixed setting"
-    assert judged(runs("plain", 1, 100), found) == []
+    assert judged(runs("plain", 1, 100), found, found.entries) == []
+    # the steps are those of the file that was served, whatever more runs of the sweep would choose
+    assert [row["steps"] for row in judged(units, found, {1: 2, 9: 0})] == [2, 2, 0]
 
 
 # ---- the whole of it, with servers of known step times ----
@@ -166,3 +168,8 @@ def test_a_sweep_ends_in_steps_by_batch_size_that_are_then_measured(tmp_path):
     assert "adaptive at 4 stream(s): " in done.stdout and (out / "adaptive.json").read_bytes() == before
     again = run_here("05_benchmark", "--config", tmp_path / "run.yaml", "--adaptive")
     assert again.returncode == 0 and "complete already" in again.stdout and "finished |" not in again.stdout
+    raw = (out / "raw.jsonl").read_bytes()
+    (out / "raw.jsonl").write_bytes(raw.replace(b'"server","variant":"plain","info":{"version":"0.5.23"', b'"server","variant":"plain","info":{"version":"0.5.22"'))
+    assert (out / "raw.jsonl").read_bytes() != raw
+    again = run_here("05_benchmark", "--config", tmp_path / "run.yaml", "--adaptive")
+    assert again.returncode == 0 and "plain is not what was written" in again.stdout and "finished |" not in again.stdout, again.stderr

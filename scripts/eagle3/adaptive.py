@@ -162,7 +162,7 @@ class Settled:
         return {"none": self.none, "entries": {str(size): steps for size, steps in self.entries.items()},
                 "file": str(self.path), "command": command, "off_from": self.choice.off_from,
                 "forced": self.choice.fewest > 0 and self.choice.off_from is not None,
-                "rows": judged(units, self.choice)}
+                "rows": judged(units, self.choice, self.entries)}
 
 
 def settle(units: list[dict], version: str | None, out: Path) -> Settled:
@@ -177,24 +177,27 @@ def settle(units: list[dict], version: str | None, out: Path) -> Settled:
 
 
 # ---- how it did ----
-def judged(units: list[dict], choice: Choice) -> list[dict]:
-    """A row for each level: adaptive beside plain and the best fixed setting, of the runs after the sweep."""
+def judged(units: list[dict], choice: Choice, entries: dict[int, int]) -> list[dict]:
+    """A row for each level: adaptive beside plain and the best fixed setting, of the runs after the sweep.
+
+    entries: those that were served; a sweep that was measured further may choose others since.
+    """
     rows = []
-    for level, entry in choice.winners.items():
+    for level in choice.winners if entries else ():
         def of(name, level=level):
             return [unit for unit in units if (unit["variant"], unit["level"]) == (name, level)
                     and unit["repeat"] >= JUDGED]
 
-        best = choice.fastest(level, False)
+        best, steps = choice.fastest(level, False), entries[max(size for size in entries if size <= level)]
         if not of(VARIANT) or not of("plain") or not of(best):
             continue
         beside = {"plain": speed_up(of("plain"), of(VARIANT)), "best": speed_up(of(best), of(VARIANT))}
         if not all(found["speed_up"] for found in beside.values()):
             continue
-        rows.append({"level": level, "steps": choice.steps(entry), "best_fixed": best, **beside,
-                     "reachable": best == entry,
+        reachable = choice.steps(best) is not None and choice.steps(best) >= choice.fewest
+        rows.append({"level": level, "steps": steps, "best_fixed": best, **beside, "reachable": reachable,
                      "holds": all(found["speed_up"] >= SAME for name, found in beside.items()
-                                  if name == "plain" or best == entry)})
+                                  if name == "plain" or reachable)})
     return rows
 
 

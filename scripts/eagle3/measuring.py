@@ -112,7 +112,8 @@ def settle(bench: Benchmark) -> None:
     args, endpoints = bench.args, bench.endpoints
     if not args.sweep or bench.settled or any(unit.variant not in bench.unable for unit in bench.unfinished()):
         return
-    contexts, version = contexts_of(bench.prompts), bench.measured.servers["plain"]["version"]
+    contexts = contexts_of(bench.prompts)
+    version = next((info["version"] for info in bench.measured.servers.values()), None)  # plain's line may be damaged
     bench.settled = found = adaptive.settle(pooled(bench.measured.units, contexts), version, args.output_dir)
     if found.none:
         return log(f"no adaptive steps: {found.none}")
