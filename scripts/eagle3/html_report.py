@@ -144,8 +144,6 @@ def conditions(report: dict) -> str:
     parts += [f"<p>{escaped(line)}</p>" for line in sent(report)]
     if command := command_of(report.get("config") or {}):
         parts += ["<h3>Command</h3>", f"<pre>{lines_of(command)}</pre>"]
-    for variant, line in (report.get("commands") or {}).items():
-        parts += [f"<h3>Server: {escaped(variant)}</h3>", f"<pre>{lines_of(line)}</pre>"]
     return section("Conditions", *parts)
 
 
