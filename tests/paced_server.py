@@ -21,14 +21,15 @@ SECRET_ENV = "HF_TOKEN"
 class Paced:
     """jitter: standard deviation of the log of the pace between runs; prompts whose first id is in `empty` get no
     token. answer: the ids of an answer to `input_ids` (`tokens` times 7, if not given), None for a refusal; accept:
-    tokens a verify step, where it says that it speculates. `inputs`: the input_ids of each request.
+    tokens a verify step, where it says that it speculates; empties: whether it empties its cache. `inputs`: the
+    input_ids of each request.
     """
 
     def __init__(self, pace_s=0.002, jitter=0.0, seed=0, port=0, key=None, empty=(), tokens=8, answer=None, accept=1,
-                 **info):
+                 empties=True, **info):
         self.pace_s, self.jitter, self.key, self.empty, self.tokens = pace_s, jitter, key, set(empty), tokens
         self.answer, self.accept, self.inputs = answer or (lambda ids: [7] * self.tokens), accept, []
-        self.random, self.factor, self.asked = random.Random(seed), 1.0, 0
+        self.random, self.factor, self.asked, self.empties = random.Random(seed), 1.0, 0, empties
         self.info = {"model_path": "paced", "version": "0.5.23", "speculative_algorithm": None} | info
         stand_in = self
 
@@ -63,7 +64,7 @@ class Paced:
                     return
                 if self.path.startswith("/flush_cache"):
                     stand_in.factor = math.exp(stand_in.random.gauss(0, stand_in.jitter))
-                    return self.reply({})
+                    return self.reply({}, 200 if stand_in.empties else 400)
                 stand_in.asked += 1
                 stand_in.inputs.append(body["input_ids"])
                 answer = stand_in.answer(body["input_ids"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from decimal import Decimal
+from types import SimpleNamespace
 
 import pytest
 

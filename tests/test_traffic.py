@@ -289,6 +289,15 @@ def test_a_queue_that_grows_and_a_client_that_is_late_are_seen():
     assert speed_up(*map(per_request, both))["speed_up"] == pytest.approx(2)
 
 
+def test_a_cache_of_prompts_that_was_not_emptied_is_said(tmp_path):
+    plain, fast = pair()
+    plain.empties = False
+    with plain, fast:
+        assert not bench.main(flags(plain, fast, rows(tmp_path), tmp_path / "r"))
+    assert report_of(tmp_path / "r")["not_emptied"] == 2
+    assert "emptied (it refused before 2 of 4 units: their TTFT" in (tmp_path / "r" / "report.md").read_text()
+
+
 def test_rates_beside_levels_with_goodput(tmp_path, capsys):
     plain, fast = Paced(0.012, seed=1), Paced(0.003, seed=2, speculative_algorithm="EAGLE3")
     with plain, fast:

@@ -231,16 +231,18 @@ def check_release(url: str, version: str | None, drafter: DraftFolder) -> None:
 
 
 # ---- single calls to it ----
-def flush_cache(url: str, headers: dict) -> None:
-    """Empty the radix cache.
+def flush_cache(url: str, headers: dict) -> bool:
+    """Empty the radix cache; whether the server did.
 
     Else a level finds prompts of its warm-up and of the level before in it, and its time to the first token is too
     good.
     """
     try:
         call(f"{url}/flush_cache?timeout=30", headers, {})  # the last step of the warm-up may still run
+        return True
     except NO_ANSWER as error:
         log(f"note: {url}/flush_cache: {error}; prompts may be cached from before")
+        return False
 
 
 def probe_difference(url: str, headers: dict, context: list[int], tokens: list[int | None], near_tie: float) -> dict:

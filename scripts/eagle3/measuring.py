@@ -196,14 +196,14 @@ def measure_unit(bench: Benchmark, unit: Unit, url: str) -> None:
         # the same arrivals for each variant; in another repeat others
         arrivals = poisson_arrivals(rate, len(prompts), [unit.repeat, round(rate * 1e6)])
     warmup = warm_up(connection, prompts[:args.warmup], min(streams, args.warmup), sampling, f"{unit} warm-up")
-    flush_cache(url, bench.endpoints.headers)
+    emptied = flush_cache(url, bench.endpoints.headers)
     with power:
         requests, wall = asyncio.run(run_unit(connection, prompts, streams, sampling, str(unit), arrivals,
                                               bench.next_turn))
     if all("error" in request for request in requests):
         raise UserError(f"{bench.endpoints}: all {len(requests)} requests of {unit} failed; the first with "
                         f"{requests[0]['error']}: {' '.join(requests[0]['message'].split())}")
-    result = {"wall_s": wall, "watts": power.watts, "warmup": warmup, "gpus": power.state}
+    result = {"wall_s": wall, "watts": power.watts, "warmup": warmup, "emptied": emptied, "gpus": power.state}
     simulated.check({**unit.row(), **result, "requests": requests}, bench.endpoints)
     bench.measured.add_unit(unit.row(), result, requests)
 

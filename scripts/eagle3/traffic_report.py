@@ -136,9 +136,12 @@ def gpu_remarks(gpus: dict | None) -> list[str]:
 
 
 def warm_up_remark(report: dict) -> str:
-    config = report["config"]
+    config, kept = report["config"], report.get("not_emptied")
     return (f"Apart from the figures, before each unit: {config.get('warmup', 0)} short requests to warm up, and the "
-            "server's cache of prompts emptied. Each request was sent once; one that failed is counted, not retried.")
+            "server's cache of prompts emptied"
+            + (f" (it refused before {kept} of {report['units_done']} units: their TTFT may be that of prompts that it "
+               "knew)" if kept else "")
+            + ". Each request was sent once; one that failed is counted, not retried.")
 
 
 # ---- chapters ----
