@@ -61,6 +61,8 @@ def serve(args) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
             if self.path.startswith("/flush_cache"):
                 return self.do_GET()
+            if args.speculative_num_steps == args.refuses:
+                return self.send_error(503)
             with lock:
                 flying[0] += 1
             self.send_response(200)
@@ -99,6 +101,7 @@ if __name__ == "__main__":
     for flag in ("port", "speculative-num-steps", "speculative-eagle-topk"):
         parser.add_argument(f"--{flag}", type=int)
     parser.add_argument("--version", default="0.5.23")
+    parser.add_argument("--refuses", type=int, default=-1, help="refuses all requests where it has so many steps")
     parser.add_argument("--speculative-adaptive", action="store_true")
     parser.add_argument("--deaf", action="store_true", help="heeds neither simulation nor adaptive steps")
     known, _ = parser.parse_known_args()

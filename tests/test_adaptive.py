@@ -138,16 +138,34 @@ def test_what_was_measured_is_judged_by_runs_of_its_own():
 
 
 # ---- the whole of it, with servers of known step times ----
-def test_a_sweep_ends_in_steps_by_batch_size_that_are_then_measured(tmp_path):
-    """At one stream three steps win, at four plain decoding does; the file lies there, the server is started with it, and both hold."""
-    drafter, out = make_drafter(tmp_path / "draft", range(0, 256, 2)), tmp_path / "run/report"
+def run_file(tmp_path, out, **flags) -> dict:
+    """The document of a sweep with servers of known step times. flags: of the role speculative."""
+    drafter = make_drafter(tmp_path / "draft", range(0, 256, 2))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"id": f"p{n}", "prompt_ids": [300 + n]}) + "\n" for n in range(8)))
-    document = {"run_dir": str(tmp_path / "run"), "servers": {
+    return {"run_dir": str(tmp_path / "run"), "servers": {
         "plain": {"command": ["{python}", str(ROOT / "tests/stepping_server.py")], "flags": {"model-path": str(TINY_KIMI), "port": free_port()}},
-        "speculative": {"extends": "plain", "flags": {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": str(drafter)}}},
+        "speculative": {"extends": "plain", "flags": {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": str(drafter), **flags}}},
         "benchmark": {"launch": True, "sweep": True, "sweep-grid": ["3,1,4"], "draft-path": str(drafter), "warmup": 0, "concurrency": [1, 4],
                       "max-tokens": 8, "fixed-length": True, "prompts": str(tmp_path / "prompts.jsonl"), "output-dir": str(out)}}
+
+
+def test_a_point_that_answers_no_request_is_left_out(tmp_path, capsys):
+    """It would end the sweep at the same place each time."""
+    out = tmp_path / "run/report"
+    document = run_file(tmp_path, out, refuses=2)
+    document["benchmark"] |= {"sweep-grid": ["3,1,4", "2,1,3", "1,1,2"], "concurrency": [1]}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    done = run_here("05_benchmark", "--config", tmp_path / "run.yaml")
+    assert done.returncode == 1 and "lacks 1 of 3 sweep points (steps2-topk1-drafts3)" in done.stderr + capsys.readouterr().err
+    report = json.loads((out / "report.json").read_text())
+    assert "all 8 requests of steps2-topk1-drafts3 c1 r0 failed; the first with http 503" in report["left_out"]["steps2-topk1-drafts3"]
+    assert set(report["levels"]["1"]) == {"plain", S3, S1}
+
+
+def test_a_sweep_ends_in_steps_by_batch_size_that_are_then_measured(tmp_path):
+    """At one stream three steps win, at four plain decoding does; the file lies there, the server is started with it, and both hold."""
+    out = tmp_path / "run/report"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run_file(tmp_path, out)))
     done = run_here("05_benchmark", "--config", tmp_path / "run.yaml")
     assert done.returncode == 0, done.stderr
     report, markdown = json.loads((out / "report.json").read_text()), (out / "report.md").read_text()

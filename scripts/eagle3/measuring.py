@@ -143,12 +143,14 @@ def measure(bench: Benchmark, after_unit: Callable[[Benchmark], object]) -> None
             say_unit(bench, unit)
         except ServerGone as error:
             leave_out(bench, unit.variant, ServerGone(f"{error}{bench.endpoints.reason()}"))
+        except UserError as error:  # all of its requests failed
+            leave_out(bench, unit.variant, error)
     for variant in bench.unmet():
         meet(bench, variant, bench.endpoints.use(variant))
 
 
 def leave_out(bench: Benchmark, variant: str, error: Exception) -> None:
-    """Go on without a point of --sweep whose server does not start or dies.
+    """Go on without a point of --sweep whose server does not start, dies, or answers nothing.
 
     Raises `error` for any other variant, and where no point has been measured yet: then the cause is not the point.
     """
