@@ -261,6 +261,7 @@ def test_a_level_that_was_not_held_is_marked():
     report["levels"]["8"]["plain"] |= {"held": False, "in_flight": 5.2}
     assert "Fewer streams in flight than asked for: 8." in charts.speed_up(report).note
     assert "8 (held 5.2)" in page_of(report)
+    assert "<td>8 (not held)</td>" in page_of(report) and "<td>1</td>" in page_of(report)  # where it says what to do
 
 
 def test_chapters_of_the_markdown_report_are_on_the_page():

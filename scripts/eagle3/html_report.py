@@ -75,7 +75,8 @@ def by_level(report: dict) -> str:
     rows = [["streams", "do", "speed-up", "95 % interval", "plain tok/s", "tok/s", "with"]]
     for found in decisions(report):
         row = rows_of(report)[found.level]
-        rows.append([found.level, found.word, number(found.speed_up, "{:.2f}x"),
+        held = all(row.get(name, {}).get("held") is not False for name in ("plain", found.variant))
+        rows.append([found.level + " (not held)" * (not held), found.word, number(found.speed_up, "{:.2f}x"),
                      "{:.2f} to {:.2f}".format(*found.interval) if found.interval else found.why or "-",
                      number((row.get("plain") or {}).get("tok_s"), "{:,.1f}"),
                      number(row.get(found.variant, {}).get("tok_s"), "{:,.1f}"), found.variant or "-"])
