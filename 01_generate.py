@@ -51,6 +51,7 @@ from eagle3.masking import clean, masked  # noqa: E402
 from eagle3.network import ensure_open_files, read_key  # noqa: E402
 from eagle3.responses import drop_row, part_files  # noqa: E402
 from eagle3.prompt_sources import Source, open_sources  # noqa: E402
+from eagle3.prompts import rows_before  # noqa: E402
 from eagle3.stage import (UserError, log, open_stage, parse_args, read_manifest, run, write_atomic,  # noqa: E402
                           write_manifest)
 from eagle3.store import (DISK_ERRORS, OFFSET_BITS, Store, cannot_write, check_room, holds_nothing,  # noqa: E402
@@ -85,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--prompts", action="append", default=[], metavar="FILE.jsonl[,key=value]",
-        help="prompt rows; may be repeated; keys as for --dataset")
+        help="prompt rows; may be repeated, and grow behind their end later; keys as for --dataset")
     add("--dataset", action="append", default=[], metavar="NAME[,key=value]",
         help="folder, file or hub name for `datasets`; may be repeated. Keys: split (train), config, revision, weight "
              "(default: its rows), and the columns id (none: by number), messages, prompt, input (behind it), system, "
@@ -169,15 +170,28 @@ def main(argv: list[str]) -> int:
         name = f"{number}:{source.name}"
         inputs[name] = source.digest if before.get(name) in (None,
                                                              source.digest) else source.older_digest or source.digest
+    earlier = rows_before(sources, begun, inputs, args)
     config = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE} | {
-        "columns": [source.options for source in sources], "inputs": inputs}
+        "columns": [source.options for source in sources], "inputs": inputs} | ({"grown": earlier} if earlier else {})
     log("config "
         + json.dumps({**vars(args), "base_url": masked(args.base_url), "inputs": inputs}, default=str))
-    with open_stage(args.output_dir, config, set()):
-        code = 0 if complete_already(args) else work_in(args, key, sources, config)
+    with open_stage(args.output_dir, config, set(), lambda old: with_prompts_of(config, old, begun, args.output_dir)):
+        code = 0 if complete_already(args, inputs) else work_in(args, key, sources, config)
     if not code:
         log(f"done: {args.output_dir}")
     return code
+
+
+def with_prompts_of(config: dict, old: dict, begun: dict, folder: Path) -> dict:
+    """The config of before (`old`) with the prompts of now: `rows_before` has found them to go on from `begun`."""
+    if noted(folder) != begun:
+        raise UserError(f"{folder}: another process has just worked there. Run the same command again.")
+    if "columns" not in begun:
+        return old
+    grown = {"grown": config["grown"]} if "grown" in config else {}
+    inputs = config["inputs"] | {"tokenizer": (old.get("inputs") or {}).get("tokenizer")}
+    return {key: value for key, value in old.items() if key != "grown"} | {
+        "columns": config["columns"], "inputs": inputs} | grown
 
 
 def work_in(args, key: str | None, sources: list[Source], config: dict) -> int:
@@ -197,11 +211,15 @@ def work_in(args, key: str | None, sources: list[Source], config: dict) -> int:
 
 
 def noted(folder: Path) -> dict:
-    """The config with which this folder was begun; {} where there is none."""
-    try:
-        return dict(json.loads((folder / "stage.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
+    """The config with which this folder was begun, and completed; {} where there is none.
+
+    The manifest's first: a later begin with more prompts of which nothing has come holds nobody to them.
+    """
+    for name, key in (("manifest.json", "config"), ("stage.json", None)):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            found = json.loads((folder / name).read_text())
+            return dict(found[key] if key else found)
+    return {}
 
 
 def name_turn_tokens(args, begun: dict) -> None:
@@ -238,12 +256,13 @@ def check_values(args) -> None:
         raise UserError(f"{args.tokenizer}: no such folder. Name the target's folder with --tokenizer.")
 
 
-def complete_already(args) -> bool:
-    """Finished with this --limit and no budget in its way."""
+def complete_already(args, inputs: dict) -> bool:
+    """Finished with these prompts, with this --limit and no budget in its way."""
     if not (args.output_dir / "manifest.json").exists():
         return False
     manifest = read_manifest(args.output_dir, STAGE)
-    complete = manifest.get("stopped", "") is None and manifest.get("limit", "") == args.limit
+    complete = (manifest.get("stopped", "") is None and manifest.get("limit", "") == args.limit
+                and manifest.get("inputs") == inputs)
     if complete:
         log(f"complete already: {manifest['counts']}")
     return complete
@@ -265,9 +284,9 @@ def answer_all(args, key: str | None, store: Store, sources: list[Source], confi
         f"{len(store.done)} rows here already, {len(store.dropped)} dropped")
 
     # 3. ask
-    if (args.output_dir / "manifest.json").exists():  # of a smaller --limit or budget: it goes on from here
+    if (args.output_dir / "manifest.json").exists():  # of fewer prompts, a smaller --limit or budget: it goes on
         set_back(args.output_dir, STAGE)
-    session = Session(args, key, service, tokens, store, sources)
+    session = Session(args, key, service, tokens, store, sources, config.get("grown", []))
     asyncio.run(session.work())
     halt = session.halt or session.too_many_failed()
     if not isinstance(halt, UserError) and not (halt and halt.code):

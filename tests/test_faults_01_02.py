@@ -468,9 +468,11 @@ def test_a_folder_begun_with_a_fingerprint_goes_on(tmp_path, capsys):
     with ApiServer(thoughtful) as api:
         argv = ["--dataset", f"{tmp_path}/data,prompt=q", *flags(api.url, "", tmp_path / "out")[2:]]
         assert run_here([*argv, "--limit", 1], capsys)[0] == 0
-        noted = json.loads((tmp_path / "out/stage.json").read_text())
+        noted, manifest = (json.loads((tmp_path / "out" / name).read_text()) for name in ("stage.json", "manifest.json"))
         noted["inputs"]["0:data"] = open_sources([], [f"{tmp_path}/data,prompt=q"])[0].older_digest
         (tmp_path / "out/stage.json").write_text(json.dumps(noted))
+        (tmp_path / "out/manifest.json").write_text(json.dumps(manifest | {"config": noted, "inputs": noted["inputs"]}))
+        assert "complete already" in run_here([*argv, "--limit", 1], capsys)[1]
         assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 2
 
 

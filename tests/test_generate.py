@@ -547,7 +547,7 @@ def test_limit_grows_and_a_changed_wish_is_refused(tmp_path, capsys):
         assert code == 2 and "temperature: 1.0 there, 0.3 now" in err
         write_jsonl(tmp_path / "p.jsonl", [{"id": "x", "prompt": "other"}])
         code, _, err = run_here(argv, capsys)
-        assert code == 2 and "inputs" in err
+        assert code == 2 and "begun with other prompts" in err and "p.jsonl is not the old file" in err
 
 
 def test_a_folder_of_the_version_before_goes_on(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """Folders that grow and end early: closed with what they have, gone on with more prompts, responses or a higher limit; and
-what the later stages make of it."""
+what the later stages make of it.
+"""
+import gzip
 import hashlib
 import json
 import os
@@ -9,13 +11,15 @@ import subprocess
 
 import pytest
 
+from api_server import ApiServer
 from eagle3.growth import as_of, earlier, grown_from, set_back, wants_more
 from eagle3.stage import UserError, sha256_file
 from eagle3.states import sample_path
 from conftest import load_script
-from stand_in import StandIn, write_responses
+from stand_in import StandIn, extract_here, write_responses
 from test_extract import Stage, command, contents, stage  # noqa: F401  stage: a fixture
 from test_follow import drafter, toy, toy_arguments  # noqa: F401  toy: a fixture
+from test_generate import dropped_of, fine, flags, rows_of, run_here, start, write_jsonl
 from test_vocab import build, maps, responses
 
 train = load_script("04_train")
@@ -115,6 +119,187 @@ def test_04_trains_on_a_closed_folder_and_does_not_follow_one(toy, tmp_path):
     assert counts["train"] + counts["validation"] == 20
     with pytest.raises(UserError, match="--close left out 130 of the samples by which this run has planned its steps"):
         train.main(toy_arguments(toy, data, tmp_path / "followed", "--follow"))
+
+
+# ---- more prompts ----
+def questions(first: int, end: int, word: str = "question") -> list[dict]:
+    return [{"id": f"p{number:02d}", "prompt": f"{word} {number}"} for number in range(first, end)]
+
+
+def append(path, rows: list[dict], before: str = "") -> None:
+    with open(path, "a") as file:
+        file.write(before + "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def made_by_01(folder) -> dict[str, bytes]:
+    """What must not depend on the way there."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()
+            if path.is_file() and path.name not in ("manifest.json", "stage.json", ".lock", ".unsettled")}
+
+
+def after_01(tmp_path, capsys, url: str, incoming) -> str:
+    """02 and 03 on what 01 made; what they said."""
+    code, out, err = build(capsys, tmp_path / "out", tmp_path / "map", "--draft-vocab-size", 300)
+    done = extract_here(["--data-dir", tmp_path / "out", "--output-dir", tmp_path / "states", "--base-url", url,
+                         "--capture-dir", incoming, "--concurrency", 2])
+    assert code == 0 and done.returncode == 0, err + done.stderr
+    return out + done.stdout
+
+
+@pytest.mark.parametrize("where", ["same file", "another file"])
+def test_more_prompts_go_on_killed_or_not(where, tmp_path, capsys):
+    """Only the new rows are asked; kill -9 amid them, and the end is that of one run over all. 02 and 03 go on, too."""
+    server = StandIn(tmp_path / "incoming")
+    with ApiServer(fine) as api:
+        argv = flags(api.url, write_jsonl(tmp_path / "p.jsonl", questions(0, 12)), tmp_path / "out")
+        section = {"prompts": str(tmp_path / "p.jsonl")}
+        assert wants_more(section, tmp_path / "out", tmp_path / "out") and run_here(argv, capsys)[0] == 0
+        assert not wants_more(section, tmp_path / "out", tmp_path / "out")
+        assert "have grown" not in after_01(tmp_path, capsys, server.url, server.folder)
+        if where == "same file":
+            append(tmp_path / "p.jsonl", questions(12, 40))
+        else:
+            more = write_jsonl(tmp_path / "more.jsonl", questions(12, 40))
+            argv, section = ["--prompts", tmp_path / "p.jsonl", "--prompts", more, *argv[2:]], {
+                "prompts": [f"{tmp_path / 'p.jsonl'}", f"{more}"]}
+        assert wants_more(section, tmp_path / "out", tmp_path / "out")
+        process = start(argv, tmp_path / "log")
+        api.kill_at(13, process)
+        assert process.wait() == -signal.SIGKILL and not (tmp_path / "out/manifest.json").exists()
+        assert "the prompts have grown: 12 rows as they were, 28 more" in (tmp_path / "log").read_text()
+        assert 12 < len(rows_of(tmp_path / "out")) < 40
+        assert run_here(argv, capsys)[0] == 0 and "complete already" in run_here(argv, capsys)[1]
+        assert not wants_more(section, tmp_path / "out", tmp_path / "out")
+        assert all(api.asked[f"question {number}"] == 1 for number in range(12)) and sum(api.asked.values()) <= 40 + 4
+        out = argv.index("--output-dir") + 1
+        assert run_here([*argv[:out], tmp_path / "once", *argv[out + 1:]], capsys)[0] == 0
+    grown, once = made_by_01(tmp_path / "out"), made_by_01(tmp_path / "once")
+    for report in (grown, once):
+        report["report.json"] = json.loads(report["report.json"]) | {"cost": 0}  # what was in flight counts as spent
+    assert grown == once and len(rows_of(tmp_path / "out")) == 40
+    grown, once = manifest_of(tmp_path / "out"), manifest_of(tmp_path / "once")
+    assert [entry["kept"] for entry in grown.pop("grown_from")] == [12]
+    assert grown["config"].pop("grown", None) == (None if where == "same file" else [[12]]) and grown == once
+    said = after_01(tmp_path, capsys, server.url, server.folder)
+    assert "the map, left as it is, covers" in said and "the responses have grown: the 12 samples planned here" in said
+    assert sorted(server.asked) == [f"p{number:02d}-t0" for number in range(40)]
+    server.close()
+
+
+def test_the_old_file_may_end_without_a_line_end(tmp_path, capsys):
+    with ApiServer(fine) as api:
+        for number, end in enumerate(("\n", "\r\n")):
+            path = tmp_path / f"{number}.jsonl"
+            path.write_text(json.dumps(questions(0, 1)[0]))
+            argv = flags(api.url, path, tmp_path / f"{number}")
+            assert run_here(argv, capsys)[0] == 0
+            append(path, questions(1, 3), before=end)
+            assert run_here(argv, capsys)[0] == 0 and len(rows_of(tmp_path / f"{number}")) == 3
+        assert set(api.asked.values()) == {2}  # once for each file
+
+
+def test_what_was_asked_stays_where_a_new_file_repeats_it(tmp_path, capsys):
+    """The mix of a fresh run would begin with the new file's row; here the old answer is kept, and the new row dropped."""
+    old = write_jsonl(tmp_path / "old.jsonl", questions(0, 2))
+    new = write_jsonl(tmp_path / "new.jsonl", [{"id": "n0", "prompt": "question 1"}, {"id": "n1", "prompt": "new"}] + [
+        {"id": f"n{number}", "prompt": f"more {number}"} for number in range(2, 9)])
+    with ApiServer(fine) as api:
+        argv = flags(api.url, old, tmp_path / "out")
+        assert run_here(argv, capsys)[0] == 0
+        assert run_here([*argv[:2], "--prompts", new, *argv[2:]], capsys)[0] == 0
+        assert set(api.asked.values()) == {1} and sum(api.asked.values()) == 10
+        assert dropped_of(tmp_path / "out") == {"n0-t0": "duplicate"} and "p01-t0" in rows_of(tmp_path / "out")
+        third = write_jsonl(tmp_path / "third.jsonl", questions(20, 22))
+        argv = [*argv[:2], "--prompts", new, "--prompts", third, *argv[2:]]
+        assert run_here(argv, capsys)[0] == 0 and sum(api.asked.values()) == 12
+        assert dropped_of(tmp_path / "out") == {"n0-t0": "duplicate"} and len(rows_of(tmp_path / "out")) == 12
+        assert manifest_of(tmp_path / "out")["config"]["grown"] == [[2], [2, 9]]
+
+
+def test_weighted_files_grow_in_the_order_of_one_run(tmp_path, capsys):
+    """Both have a weight and no row moves; --limit takes what it takes of a run over the long files."""
+    with ApiServer(fine) as api:
+        for name in "ab":
+            write_jsonl(tmp_path / f"{name}.jsonl", [row | {"id": name + row["id"]} for row in questions(0, 6, name)])
+        argv = ["--prompts", f"{tmp_path}/a.jsonl,weight=2", "--prompts", f"{tmp_path}/b.jsonl,weight=1", "--limit", 8,
+                *flags(api.url, "", tmp_path / "out")[2:]]
+        assert run_here(argv, capsys)[0] == 0
+        append(tmp_path / "a.jsonl", [row | {"id": "a" + row["id"]} for row in questions(6, 20, "a")])
+        argv[argv.index(8)] = 14
+        assert run_here(argv, capsys)[0] == 0 and set(api.asked.values()) == {1}
+        assert run_here([word if word != tmp_path / "out" else tmp_path / "once" for word in argv], capsys)[0] == 0
+    assert made_by_01(tmp_path / "out") == made_by_01(tmp_path / "once")
+    assert len(rows_of(tmp_path / "out")) == 14 and "grown" not in manifest_of(tmp_path / "out")["config"]
+
+
+def other_rows(path, change) -> None:
+    rows = path.read_text().splitlines(True)
+    path.write_text("".join(change(rows)))
+
+
+@pytest.mark.parametrize("change, before, now, words", [
+    (lambda path: other_rows(path / "a.jsonl", lambda rows: ["{\"prompt\": \"other\"}\n", *rows[1:], *rows[:1]]), [], [],
+     "a.jsonl is not the old file with rows behind its end: rows of it were changed"),
+    (lambda path: other_rows(path / "a.jsonl", lambda rows: rows[:-1]), [], [], "a.jsonl is not the old file"),
+    (lambda path: other_rows(path / "a.jsonl", lambda rows: ["\n", *rows]), [], [], "a.jsonl is not the old file"),
+    (None, [], ["--prompts", "{a}"], "1:b is not among those of now"),
+    (None, [], ["--prompts", "{b}", "--prompts", "{a}"], "0:a is not among those of now, or not in its place"),
+    (None, [], ["--prompts", "{a},weight=2", "--prompts", "{b}"], "0:a had nothing behind it, now weight=2"),
+    (None, [], ["--prompts", "{a}", "--prompts", "{b}", "--prompts", "{c},weight=2"], "with these weights their rows"),
+    (None, [], ["--prompts", "{a}", "--prompts", "{b}", "--prompts", "{c}", "--limit", 8],
+     "the mix of several sources orders them anew with each row more, and --limit 8 takes the first ones"),
+    (lambda path: append(path / "a.jsonl", [{"id": "x", "prompt": "x"}]), ["--shuffle"], ["--limit", 5],
+     "--shuffle orders them anew with each row more, and --limit 5 takes the first ones"),
+    (lambda path: append(path / "set.jsonl", [{"id": "x", "prompt": "x"}]), ["--dataset", "{set}"], [],
+     "the data set set has changed, and only files of --prompts can grow"),
+    (lambda path: append(path / "a.jsonl", [{"id": "x", "prompt": "x"}]), [], ["--temperature", 0.5],
+     "temperature: 1.0 there, 0.5 now")],
+    ids=["changed", "shorter", "shifted", "one less", "swapped", "weight", "new weight", "mix and limit", "shuffle",
+         "data set", "grown and more"])
+def test_other_prompts_are_refused_and_the_old_ones_are_still_good(change, before, now, words, tmp_path, capsys):
+    for name in ("a", "b", "c", "set"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [row | {"id": name + row["id"]} for row in questions(0, 4, name)])
+    old = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in ("a", "set")}
+    spell = lambda words: [f"{word}".format(**{name: tmp_path / f"{name}.jsonl" for name in ("a", "b", "c", "set")})
+                           for word in words]
+    two = ["--prompts", "{a}", "--prompts", "{b}"]
+    with ApiServer(fine) as api:
+        rest = flags(api.url, "", tmp_path / "out")[2:]
+        begin = [*spell([*two, *before]), *rest]
+        assert run_here(begin, capsys)[0] == 0
+        asked, whole = sum(api.asked.values()), contents(tmp_path / "out")
+        if change:
+            change(tmp_path)
+        code, _, err = run_here([*spell([*([] if "--prompts" in now else two), *before, *now]), *rest], capsys)
+        assert code == 2 and words in err and "another folder" in err and len(err.splitlines()) == 1, err
+        for name, data in old.items():
+            (tmp_path / f"{name}.jsonl").write_bytes(data)
+        code, out, err = run_here(begin, capsys)
+        assert code == 0 and "complete already" in out, err
+        assert contents(tmp_path / "out") == whole and sum(api.asked.values()) == asked
+
+
+def test_more_prompts_of_which_nothing_came_hold_nobody(tmp_path, capsys):
+    """The server is away when the run is to go on with more; with the old file it is complete as it was."""
+    path = write_jsonl(tmp_path / "p.jsonl", questions(0, 3))
+    with ApiServer(fine) as api:
+        assert run_here(flags(api.url, path, tmp_path / "out"), capsys)[0] == 0
+        whole, old = contents(tmp_path / "out"), path.read_bytes()
+        append(path, questions(3, 5))
+        nobody = flags("http://127.0.0.1:9", path, tmp_path / "out", "--outage-s", 0.1)
+        assert run_here(nobody, capsys)[0] == 2
+        path.write_bytes(old)
+        assert "complete already" in run_here(flags(api.url, path, tmp_path / "out"), capsys)[1]
+        assert contents(tmp_path / "out") == whole
+        append(path, questions(3, 6))
+        assert run_here(flags(api.url, path, tmp_path / "out"), capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 6
+
+
+def test_compressed_prompts_are_one_line(tmp_path, capsys):
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
+    for flag in ("--prompts", "--dataset"):
+        code, _, err = run_here([flag, tmp_path / "p.jsonl.gz", *flags(None, "", tmp_path / "out", "--answers", "given")[2:]], capsys)
+        assert code == 2 and "is compressed. Unpack it first: gunzip -k" in err and len(err.splitlines()) == 1
 
 
 # ---- more responses ----

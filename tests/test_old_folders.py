@@ -65,6 +65,16 @@ def test_responses_that_are_complete_stay(old):
     assert asked == set() and contents(old / "responses") == before
 
 
+def test_responses_go_on_with_more_prompts(old):
+    """What an earlier version noted of the prompts is enough to see that they have only grown."""
+    with open(old / "prompts.jsonl", "a") as file:
+        file.write('{"id": "p6", "prompt": "question 6"}\n')
+    for folder, asked in (("responses", {"question 6"}), ("responses_half", {f"question {i}" for i in range(3, 7)})):
+        found, now_asked = generate(old, folder)
+        assert now_asked == asked and found.pop("p6-t0") and len(found) == 6
+    assert found == {row["id"]: row for row in rows(OLD / "responses/part-00000.jsonl")}
+
+
 # ---- 03 ----
 @pytest.fixture
 def server(tmp_path):

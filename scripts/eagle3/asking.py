@@ -57,18 +57,19 @@ class Session:
     unpaid: row id -> drop row of samples that cost nothing (unusable prompt, refused with 4xx, no answer). They are
     written only at the end, so a resumed run tries them again; answers and drops that were paid for are on the disk at
     once.
-    halt: what ended the session before its prompts did.
+    halt: what ended the session before its prompts did. earlier: of `prompts.rows_before`.
     """
 
-    def __init__(self, args, key: str | None, service: Service, tokens: Tokens, store: Store, sources: list[Source]):
+    def __init__(self, args, key: str | None, service: Service, tokens: Tokens, store: Store, sources: list[Source],
+                 earlier: list[list[int]] = ()):
         self.args, self.api, self.tokens, self.store = args, service.api, tokens, store
         self.context = service.context
         self.budget, self.unpaid, self.halt = Budget(args, store), {}, None
         tls = tls_context()  # one for all clients
         self.servers = [Server(url, key, args.concurrency, args.timeout_s, tls) for url in service.urls]
         self.account = Account(sources)
-        self.prompts = read_prompts(sources, args, self.account)
-        self.n_rows = sum(1 for _ in mixed(sources, args.seed, shuffle=False))
+        self.prompts = read_prompts(sources, args, self.account, earlier)
+        self.n_rows = sum(1 for _ in mixed(sources, args.seed, False, earlier))
         self.failed, self.errors = Counter(), Counter()  # kinds of error: of samples given up, of all attempts
         self.n_prompts = self.n_answers = self.n_tokens = 0
         self.fruitless = Counter()  # why samples gave no row, until one of this folder did

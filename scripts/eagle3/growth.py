@@ -57,15 +57,25 @@ def grown_from(folder: Path) -> dict:
 def wants_more(section: dict, folder: Path, responses: Path) -> bool:
     """Whether 01 or 03 with a run file's `section` has more to do in `folder`: it is not complete for that --limit.
 
-    responses: what 03 reads; of 01 `folder` itself.
+    responses: what 03 reads; of 01 `folder` itself. 01 may have been given more prompts, too.
     """
     if not (folder / "manifest.json").exists():
         return True
     manifest = read_json(folder / "manifest.json")
     limit = manifest.get("limit") if folder == responses else manifest.get("config", {}).get("limit", 0)
-    reads = manifest.get("inputs", {}).get("responses")
-    grown = folder != responses and reads != sha256_file(responses / "manifest.json")
+    reads = manifest.get("inputs", {})
+    grown = more_prompts(section, reads) if folder == responses else (
+        reads.get("responses") != sha256_file(responses / "manifest.json"))
     return grown or (limit or 0) != (section.get("limit") or 0) or bool(manifest.get("closed"))
+
+
+def more_prompts(section: dict, reads: dict) -> bool:
+    """Whether 01's run file names prompts that its folder has not read. reads: its manifest's hashes."""
+    files, sets = ([words] if isinstance(words, str) else words or []
+                   for words in (section.get("prompts"), section.get("dataset")))
+    paths = [Path(spec.split(",")[0]) for spec in files]
+    return len(files) + len(sets) != len(reads.keys() - {"tokenizer"}) or any(
+        path.is_file() and sha256_file(path) not in reads.values() for path in paths)
 
 
 def as_of(folder: Path, manifest_sha256: str) -> Path:

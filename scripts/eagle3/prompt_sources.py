@@ -53,6 +53,21 @@ class Source:
         """Its share of the mix, where one was given."""
         return float(self.options["weight"]) if "weight" in self.options else None
 
+    def rows_until(self, digest: str) -> int | None:
+        """The rows of a file up to the line end at which its bytes have this sha256; None where they never have it."""
+        seen, count = hashlib.sha256(), 0
+        if seen.hexdigest() == digest:
+            return 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                text = line.rstrip(b"\r\n")  # the line end may have come with the next row
+                count += bool(text.strip())
+                for piece in (text, line[len(text):]):
+                    seen.update(piece)
+                    if seen.hexdigest() == digest:
+                        return count
+        return None
+
     def id_of(self, number: int, row: dict) -> str:
         return prompt_id(self.name, number, row.get(self.options.get("id", "id")))
 
@@ -127,6 +142,7 @@ def open_jsonl(spec: str, names: Names) -> Source:
         raise UserError(f"--prompts {spec}: a JSONL file has no {', '.join(sorted(useless))}. Leave it out.")
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: not a regular file, and rows are read twice. Write them into a file first.")
+    refuse_packed(path)
     source = Source(names.source(path.stem, options), path, array.array("q"), options, "")
     id_column = options.get("id", "id")
     try:
@@ -182,6 +198,12 @@ def open_dataset(spec: str, names: Names) -> Source:
     return source
 
 
+def refuse_packed(path: Path) -> None:
+    """Raises UserError: rows are read by their place in the file, which a .gz has not."""
+    if path.is_file() and path.suffix == ".gz":
+        raise UserError(f"{path}: is compressed. Unpack it first: gunzip -k {path}")
+
+
 def saved_by_datasets(path: Path) -> bool:
     """By its save_to_disk(), whose fingerprint is a file of its own."""
     return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
@@ -193,6 +215,7 @@ def load(spec: str, name: str, options: dict):
     datasets.disable_progress_bars()
     split, path = options.get("split", "train"), Path(name)
     on_disk = saved_by_datasets(path)
+    refuse_packed(path)
     if (on_disk or path.is_file()) and (useless := options.keys() & {"config", "revision"}):
         raise UserError(f"--dataset {spec}: no {', '.join(sorted(useless))} of what lies on the disk. Leave it out.")
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from eagle3.account import Account
 from eagle3.responses import Drop, content_of, drop_row, reasoning_of
 from eagle3.prompt_sources import Source, filled, prompt_column
-from eagle3.stage import UserError
+from eagle3.stage import UserError, log
 
 ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
          "bing": "assistant", "bard": "assistant", "ai": "assistant", "bot": "assistant", "developer": "system",
@@ -38,9 +38,75 @@ def mix(sizes: list[int], weights: list[float | None], seed: int, shuffle: bool)
         taken[source] += 1
 
 
-def mixed(sources: list[Source], seed: int, shuffle: bool) -> Iterator[tuple[int, int]]:
-    """`mix` of sources by their own weights."""
-    return mix([len(source) for source in sources], [source.weight for source in sources], seed, shuffle)
+def mixes(sizes: list[list[int]], weights: list[float | None], seed: int, shuffle: bool) -> Iterator[tuple[int, int]]:
+    """`mix` of the last of these sizes, behind what those of the earlier ones held: a run that has grown since."""
+    taken = [0] * len(weights)
+    for now in sizes:
+        before = list(taken)
+        for source, row in mix(now, weights[:len(now)], seed, shuffle):
+            if row >= before[source]:  # rows_before lets only those mixes stand before another that took every row
+                taken[source] += 1
+                yield source, row
+
+
+def mixed(sources: list[Source], seed: int, shuffle: bool,
+          earlier: list[list[int]] = ()) -> Iterator[tuple[int, int]]:
+    """`mixes` of sources by their own weights. earlier: of `rows_before`."""
+    return mixes([*earlier, [len(source) for source in sources]], [source.weight for source in sources], seed, shuffle)
+
+
+# ---- more prompts than a run began with ----
+def rows_before(sources: list[Source], begun: dict, inputs: dict, args) -> list[list[int]]:
+    """The rows of each source when a run began, and each time that it grew, as far as their mixes are to come first.
+
+    Empty where the mix of now begins with that of then anyway. begun: the config of the run so far; inputs:
+    {number:name: digest} of now. Raises UserError: its prompts are others, and not only more behind the old ones.
+    """
+    earlier, options = begun.get("grown", []), [source.options for source in sources]
+    old, new = ({name: digest for name, digest in found.items() if name != "tokenizer"}
+                for found in (begun.get("inputs", {}), inputs))
+    if "columns" not in begun or (old, begun["columns"]) == (new, options):
+        return earlier
+    sizes = []
+    for number, name in enumerate(sorted(old, key=lambda name: int(name.partition(":")[0]))):
+        if name not in new:
+            raise others(args, f"{name} is not among those of now, or not in its place")
+        if begun["columns"][number] != options[number]:
+            raise others(args, f"{name} had {spelled(begun['columns'][number])} behind it, now "
+                               f"{spelled(options[number])}")
+        sizes.append(old_rows(sources[number], old[name], new[name], args))
+    rows, weights = [len(source) for source in sources], [source.weight for source in sources]
+    before, now = (mixes(sizes, weights, args.seed, args.shuffle) for sizes in ([*earlier, sizes], [rows]))
+    continued = all(place == next(now, None) for place in before)
+    if not continued and len(sources) > 1 and any(weights):
+        raise others(args, "with these weights their rows would come in another order than they were asked in")
+    if not continued and args.limit is not None and args.limit < sum(rows):
+        how = "--shuffle orders" if args.shuffle else "the mix of several sources orders"
+        raise others(args, f"{how} them anew with each row more, and --limit {args.limit} takes the first ones. It can "
+                           "go on without --limit")
+    log(f"the prompts have grown: {sum(sizes):,} rows as they were, {sum(rows) - sum(sizes):,} more")
+    return [] if continued else [*earlier, sizes]
+
+
+def old_rows(source: Source, old: str, new: str, args) -> int:
+    """How many rows a source had when its digest was `old`. Raises UserError: it has not only grown."""
+    if old == new:
+        return len(source)
+    if source.path is None:
+        raise others(args, f"the data set {source.name} has changed, and only files of --prompts can grow")
+    if (rows := source.rows_until(old)) is None:
+        raise others(args, f"{source.path} is not the old file with rows behind its end: rows of it were changed, "
+                           "moved or taken away")
+    return rows
+
+
+def spelled(options: dict) -> str:
+    return ",".join(f"{key}={value}" for key, value in options.items()) or "nothing"
+
+
+def others(args, why: str) -> UserError:
+    return UserError(f"{args.output_dir}: begun with other prompts: {why}. Put the old ones back (rows and files may "
+                     "come behind them), or use another folder.")
 
 
 # ---- conversations ----
@@ -195,10 +261,13 @@ class Duplicates:
         raise Drop("duplicate", f"of row {at} of {source.name}")
 
 
-def read_prompts(sources: list[Source], args, account: Account) -> Iterator[Prompt]:
-    """The prompts of the mix one by one; those that cannot be asked (`drop`) --limit does not count."""
+def read_prompts(sources: list[Source], args, account: Account, earlier: list[list[int]] = ()) -> Iterator[Prompt]:
+    """The prompts of the mix one by one; those that cannot be asked (`drop`) --limit does not count.
+
+    earlier: of `rows_before`.
+    """
     duplicates, count = Duplicates(sources, account), 0
-    for which, number in mixed(sources, args.seed, args.shuffle):
+    for which, number in mixed(sources, args.seed, args.shuffle, earlier):
         if count == args.limit:
             return
         source = sources[which]
