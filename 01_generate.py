@@ -46,14 +46,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3.account import Account, over_half  # noqa: E402
 from eagle3.api import discover  # noqa: E402
 from eagle3.asking import Session, room_needed  # noqa: E402
-from eagle3.growth import grown_from, set_back  # noqa: E402
+from eagle3.growth import finish_grown, noted, set_back  # noqa: E402
 from eagle3.masking import clean, masked  # noqa: E402
 from eagle3.network import ensure_open_files, read_key  # noqa: E402
 from eagle3.responses import drop_row, part_files  # noqa: E402
 from eagle3.prompt_sources import Source, open_sources  # noqa: E402
-from eagle3.prompts import rows_before  # noqa: E402
-from eagle3.stage import (UserError, log, open_stage, parse_args, read_manifest, run, write_atomic,  # noqa: E402
-                          write_manifest)
+from eagle3.prompts import rows_before, with_prompts_of  # noqa: E402
+from eagle3.stage import UserError, log, open_stage, parse_args, read_manifest, run, write_atomic  # noqa: E402
 from eagle3.store import (DISK_ERRORS, OFFSET_BITS, Store, cannot_write, check_room, holds_nothing,  # noqa: E402
                           how_reasoned, mended_rows, sort_rows, write_dropped)
 from eagle3.tokens import Tokens, load_tokenizer, tokenizer_hash  # noqa: E402
@@ -182,18 +181,6 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def with_prompts_of(config: dict, old: dict, begun: dict, folder: Path) -> dict:
-    """The config of before (`old`) with the prompts of now: `rows_before` has found them to go on from `begun`."""
-    if noted(folder) != begun:
-        raise UserError(f"{folder}: another process has just worked there. Run the same command again.")
-    if "columns" not in begun:
-        return old
-    grown = {"grown": config["grown"]} if "grown" in config else {}
-    inputs = config["inputs"] | {"tokenizer": (old.get("inputs") or {}).get("tokenizer")}
-    return {key: value for key, value in old.items() if key != "grown"} | {
-        "columns": config["columns"], "inputs": inputs} | grown
-
-
 def work_in(args, key: str | None, sources: list[Source], config: dict) -> int:
     """Everything in the locked folder; the exit code. Raises UserError."""
     try:
@@ -208,18 +195,6 @@ def work_in(args, key: str | None, sources: list[Source], config: dict) -> int:
         if not (args.output_dir / "manifest.json").exists() and holds_nothing(args.output_dir):
             with contextlib.suppress(OSError):
                 (args.output_dir / "stage.json").unlink()  # so another config may begin here
-
-
-def noted(folder: Path) -> dict:
-    """The config with which this folder was begun, and completed; {} where there is none.
-
-    The manifest's first: a later begin with more prompts of which nothing has come holds nobody to them.
-    """
-    for name, key in (("manifest.json", "config"), ("stage.json", None)):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            found = json.loads((folder / name).read_text())
-            return dict(found[key] if key else found)
-    return {}
 
 
 def name_turn_tokens(args, begun: dict) -> None:
@@ -369,7 +344,7 @@ def finish(folder: Path, dropped: dict[str, dict], about: dict, cost: dict, acco
     balance = {"by_source": account.report(), "without_reasoning": bare} if account else {}
     write_atomic(folder / "report.json",
                  json.dumps({"counts": counts, **report, "cost": cost, **balance}, indent=1) + "\n")
-    write_manifest(folder, STAGE, **about, counts=counts, **report, files=files, **grown_from(folder))
+    finish_grown(folder, STAGE, **about, counts=counts, **report, files=files)
     say_what_was_kept(counts, report, cost)
     for line in [*(account.lines() if account else ()), *over_half(counts["dropped"], report["flags"], len(ids), bare)]:
         log(line)

@@ -114,6 +114,7 @@ def main(argv: list[str]) -> None:
     with open_stage(args.output_dir, config, set(), lambda old: old | {"inputs": config["inputs"]} if grown else old):
         if (args.output_dir / "manifest.json").exists() and grown and args.rechoose:
             set_back(args.output_dir, STAGE)
+            (args.output_dir / "grown.json").unlink(missing_ok=True)  # of the map before
         if (args.output_dir / "manifest.json").exists():
             log(f"complete already: {read_manifest(args.output_dir, STAGE)['counts']}")
             if grown:

@@ -295,6 +295,23 @@ def test_more_prompts_of_which_nothing_came_hold_nobody(tmp_path, capsys):
         assert run_here(flags(api.url, path, tmp_path / "out"), capsys)[0] == 0 and len(rows_of(tmp_path / "out")) == 6
 
 
+def test_a_run_that_its_budget_stopped_has_not_grown_when_it_is_repeated(tmp_path, capsys):
+    """Later stages would take it for more responses. A larger budget goes on, and what was stands in before/."""
+    with ApiServer(fine) as api:
+        argv = flags(api.url, write_jsonl(tmp_path / "p.jsonl", questions(0, 9)), tmp_path / "out", "--max-tokens", 100,
+                     "--concurrency", 1)
+        assert run_here([*argv, "--max-tokens-total", 150], capsys)[0] == 0
+        whole, asked = contents(tmp_path / "out"), sum(api.asked.values())
+        assert 0 < asked < 9 and manifest_of(tmp_path / "out")["stopped"] == "--max-tokens-total"
+        assert wants_more({"prompts": f"{tmp_path / 'p.jsonl'}"}, tmp_path / "out", tmp_path / "out")
+        for _ in range(2):
+            assert run_here([*argv, "--max-tokens-total", 150], capsys)[0] == 0
+            assert contents(tmp_path / "out") == whole and earlier(tmp_path / "out") == []
+        assert run_here([*argv, "--max-tokens-total", 3000], capsys)[0] == 0 and set(api.asked.values()) == {1}
+        assert [entry["kept"] for entry in manifest_of(tmp_path / "out")["grown_from"]] == [asked]
+        assert not wants_more({"prompts": f"{tmp_path / 'p.jsonl'}"}, tmp_path / "out", tmp_path / "out")
+
+
 def test_compressed_prompts_are_one_line(tmp_path, capsys):
     (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
     for flag in ("--prompts", "--dataset"):
@@ -426,4 +443,5 @@ def test_02_says_what_its_map_covers_of_more_responses_and_leaves_it(tmp_path, c
     assert build(capsys, data, tmp_path / "fresh", *size)[0] == 0
     assert (maps(tmp_path / "map")[0] == maps(tmp_path / "fresh")[0]).all()
     assert [entry["kept"] for entry in manifest_of(tmp_path / "map")["grown_from"]] == [200]
+    assert not (tmp_path / "map/grown.json").exists()  # it spoke of the map before
     assert "left as it is" not in build(capsys, data, tmp_path / "map", *size)[1]

@@ -6,11 +6,13 @@ says what its map covers of the larger one, a run of 04 goes on with the samples
 """
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 from pathlib import Path
 
-from eagle3.stage import read_json, read_manifest, sha256_file, sync_folder
+from eagle3.stage import read_json, read_manifest, sha256_file, sync_folder, write_atomic, write_manifest
 
 KEPT = ("manifest.json", "index.jsonl")
 
@@ -41,6 +43,18 @@ def link(path: Path, place: Path) -> None:
         sync_folder(place)
 
 
+def noted(folder: Path) -> dict:
+    """The config with which this folder was begun, and completed; {} where there is none.
+
+    The manifest's first: a later begin with more prompts of which nothing has come holds nobody to them.
+    """
+    for name, key in (("manifest.json", "config"), ("stage.json", None)):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            found = json.loads((folder / name).read_text())
+            return dict(found[key] if key else found)
+    return {}
+
+
 def earlier(folder: Path) -> list[Path]:
     """The folders before/<n>/, the oldest first."""
     places = [place for place in folder.glob("before/*") if place.name.isdecimal()]
@@ -52,6 +66,20 @@ def grown_from(folder: Path) -> dict:
     found = [{"manifest": sha256_file(place / "manifest.json"),
               "kept": read_json(place / "manifest.json").get("counts", {}).get("kept")} for place in earlier(folder)]
     return {"grown_from": found} if found else {}
+
+
+def finish_grown(folder: Path, stage: str, **content) -> None:
+    """manifest.json of a folder that may have been set back. Where nothing came of that it is the one of before again.
+
+    Later stages take another manifest for a folder that has grown.
+    """
+    write_manifest(folder, stage, **content, **grown_from(folder))
+    states, now = earlier(folder), read_json(folder / "manifest.json")
+    before = now | {"grown_from": now["grown_from"][:-1]} if states else {}
+    if states and {"grown_from": [], **read_json(states[-1] / "manifest.json")} == before:
+        write_atomic(folder / "manifest.json", (states[-1] / "manifest.json").read_bytes())
+        os.rename(states[-1], states[-1].with_suffix(".tmp"))  # at once: a kill leaves all of it or none
+        shutil.rmtree(states[-1].with_suffix(".tmp"))
 
 
 def wants_more(section: dict, folder: Path, responses: Path) -> bool:
@@ -66,7 +94,8 @@ def wants_more(section: dict, folder: Path, responses: Path) -> bool:
     reads = manifest.get("inputs", {})
     grown = more_prompts(section, reads) if folder == responses else (
         reads.get("responses") != sha256_file(responses / "manifest.json"))
-    return grown or (limit or 0) != (section.get("limit") or 0) or bool(manifest.get("closed"))
+    ended = manifest.get("closed") or manifest.get("stopped")  # 03 by --close, 01 by a budget that may be larger now
+    return grown or (limit or 0) != (section.get("limit") or 0) or bool(ended)
 
 
 def more_prompts(section: dict, reads: dict) -> bool:

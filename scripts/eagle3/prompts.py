@@ -5,11 +5,13 @@ import hashlib
 import json
 import unicodedata
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Iterator
 
 import numpy as np
 
 from eagle3.account import Account
+from eagle3.growth import noted
 from eagle3.responses import Drop, content_of, drop_row, reasoning_of
 from eagle3.prompt_sources import Source, filled, prompt_column
 from eagle3.stage import UserError, log
@@ -98,6 +100,18 @@ def old_rows(source: Source, old: str, new: str, args) -> int:
         raise others(args, f"{source.path} is not the old file with rows behind its end: rows of it were changed, "
                            "moved or taken away")
     return rows
+
+
+def with_prompts_of(config: dict, old: dict, begun: dict, folder: Path) -> dict:
+    """The config of before (`old`) with the prompts of now: `rows_before` has found them to go on from `begun`."""
+    if noted(folder) != begun:
+        raise UserError(f"{folder}: another process has just worked there. Run the same command again.")
+    if "columns" not in begun:
+        return old
+    grown = {"grown": config["grown"]} if "grown" in config else {}
+    inputs = config["inputs"] | {"tokenizer": (old.get("inputs") or {}).get("tokenizer")}
+    return {key: value for key, value in old.items() if key != "grown"} | {
+        "columns": config["columns"], "inputs": inputs} | grown
 
 
 def spelled(options: dict) -> str:
