@@ -159,6 +159,19 @@ def test_unknown_key_of_a_run_file_is_one_line_and_exit_2(name, tmp_path):
     assert len(done.stderr.splitlines()) == 1 and "no-such-flag" in done.stderr and done.stderr.startswith(f"{name}: ")
 
 
+@pytest.mark.parametrize("name, some", [
+    ("01_generate", {"--temperature F": "1.0", "--dedup, --no-dedup": "on"}), ("02_build_vocab", {"--held-out F": "0.05"}),
+    ("03_extract", {"--concurrency CONCURRENCY": "32"}), ("04_train", {"--epochs EPOCHS": "5", "--lr LR": "by width"}),
+    ("05_benchmark", {"--steps N [N ...]": "1 2 3 4 5", "--fixed-length": None})])
+def test_help_says_the_defaults(name, some, capsys):
+    with pytest.raises(SystemExit):
+        load_script(name).main(["--help"])
+    flags = re.split(r"(?m)^  (?=-)", capsys.readouterr().out)
+    for flag, default in some.items():
+        said, = (" ".join(text.split()) for text in flags if text.startswith(flag))
+        assert f"default: {default}" in said if default else "default" not in said
+
+
 def test_flag_wins_over_run_file(tmp_path):
     (tmp_path / "run.yaml").write_text("run_dir: /r\nbuild_vocab: {size: 5, name: '{run_dir}/x', all: true, many: [1, 2], mode: on, body: {a: [1]}}\n")
 

@@ -187,12 +187,23 @@ def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -
     """Flags, over `section` of the --config file, over the defaults. An unknown key is a UserError."""
     raising(parser).add_argument("--config", type=Path, metavar="FILE.yaml",
                         help=f"run file; its section `{section}` holds flags")
+    say_defaults(parser)
     hide(*secrets_in(argv))  # a key on the command line by mistake stands in argparse's complaint
     probe = raising(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     probe.add_argument("--config", type=Path)
     path = probe.parse_known_args(argv)[0].config
     values = (read_run_file(path).get(section) or {}) if path else {}
     return parser.parse_args(tokens_of(parser, section, values, path, argv) + argv)
+
+
+def say_defaults(parser: argparse.ArgumentParser) -> None:
+    """In --help, of each flag that has a default and does not speak of it."""
+    for action in parser._actions:
+        value, told, switch = action.default, action.help or "", isinstance(action, argparse.BooleanOptionalAction)
+        if value in (None, argparse.SUPPRESS, [], {}) or value is False and not switch or "default" in told:
+            continue
+        text = ("off", "on")[value] if switch else " ".join(map(str, value if isinstance(value, list) else [value]))
+        action.help = f"{told} (default: {text.replace('%', '%%')})".strip()
 
 
 def tokens_of(parser: argparse.ArgumentParser, section: str, values: dict, path: Path | None,
