@@ -348,6 +348,10 @@ def finish(folder: Path, dropped: dict[str, dict], about: dict, cost: dict, acco
     say_what_was_kept(counts, report, cost)
     for line in [*(account.lines() if account else ()), *over_half(counts["dropped"], report["flags"], len(ids), bare)]:
         log(line)
+    more = len(ids) - account.turns["kept"].total() if account and not about["stopped"] else 0
+    if more:
+        log(f"WARNING: {more:,} rows of an earlier, higher --limit are here besides: later stages take them. For fewer "
+            "rows use another folder")
 
 
 def lost_marks(row: dict, unmarked: set[str] | None, lost: set[str]) -> tuple[str, str] | None:

@@ -312,6 +312,16 @@ def test_a_run_that_its_budget_stopped_has_not_grown_when_it_is_repeated(tmp_pat
         assert not wants_more({"prompts": f"{tmp_path / 'p.jsonl'}"}, tmp_path / "out", tmp_path / "out")
 
 
+def test_a_lower_limit_takes_no_row_away_and_says_so(tmp_path, capsys):
+    with ApiServer(fine) as api:
+        argv = flags(api.url, write_jsonl(tmp_path / "p.jsonl", questions(0, 6)), tmp_path / "out")
+        assert "are here besides" not in run_here([*argv, "--limit", 5], capsys)[1]
+        code, out, _ = run_here([*argv, "--limit", 2], capsys)
+        assert code == 0 and len(rows_of(tmp_path / "out")) == 5
+        assert "WARNING: 3 rows of an earlier, higher --limit are here besides" in out
+        assert "are here besides" not in run_here(argv, capsys)[1] and len(rows_of(tmp_path / "out")) == 6
+
+
 def test_compressed_prompts_are_one_line(tmp_path, capsys):
     (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
     for flag in ("--prompts", "--dataset"):
