@@ -80,8 +80,8 @@ def add_rates(add) -> None:
     add("--gpu-tflops", type=float, default=504,
         help="dense bf16 of a training GPU by its data sheet (RTX PRO 6000 504, H200 989)")
     add("--train-efficiency", type=float, default=0.577,
-        help="share of it that 04 turns into arithmetic: 46,524 tok/s on an H200, real mix, TTT 3 (scripts/README.md); "
-             "on other GPUs an assumption until 04's log says its MFU")
+        help="share of it that 04 turns into arithmetic: 46,524 tok/s on an H200, real mix, TTT 3 (47,035 since: "
+             "scripts/README.md); on other GPUs an assumption until 04's log says its MFU")
     add("--train-rate", type=float, metavar="TOK/S",
         help="of one training GPU, instead of the two above (an unpacked trainer on the known run: 2,800)")
     add("--link-gbps", type=float, default=20, metavar="GB/S",

@@ -170,7 +170,7 @@ def raising(parser: argparse.ArgumentParser, where: str = "",
             advice: str = " See --help.") -> argparse.ArgumentParser:
     """`parser`, which raises its complaints as a UserError instead of ending the process.
 
-    It refuses numbers and paths that no script could do anything with.
+    It refuses numbers and paths that no script could do anything with, and says defaults in --help.
     """
     def fail(message):
         raise UserError(f"{where}{message}.{advice}")
@@ -180,20 +180,8 @@ def raising(parser: argparse.ArgumentParser, where: str = "",
         number = a_time if re.search(r"(-s|wait|timeout|-interval)$", name) else a_number
         action.type = {Path: a_path, int: a_whole_number, float: number}.get(action.type, action.type)
     parser.error = fail
-    return parser
-
-
-def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> argparse.Namespace:
-    """Flags, over `section` of the --config file, over the defaults. An unknown key is a UserError."""
-    raising(parser).add_argument("--config", type=Path, metavar="FILE.yaml",
-                        help=f"run file; its section `{section}` holds flags")
     say_defaults(parser)
-    hide(*secrets_in(argv))  # a key on the command line by mistake stands in argparse's complaint
-    probe = raising(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    probe.add_argument("--config", type=Path)
-    path = probe.parse_known_args(argv)[0].config
-    values = (read_run_file(path).get(section) or {}) if path else {}
-    return parser.parse_args(tokens_of(parser, section, values, path, argv) + argv)
+    return parser
 
 
 def say_defaults(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +192,18 @@ def say_defaults(parser: argparse.ArgumentParser) -> None:
             continue
         text = ("off", "on")[value] if switch else " ".join(map(str, value if isinstance(value, list) else [value]))
         action.help = f"{told} (default: {text.replace('%', '%%')})".strip()
+
+
+def parse_args(parser: argparse.ArgumentParser, section: str, argv: list[str]) -> argparse.Namespace:
+    """Flags, over `section` of the --config file, over the defaults. An unknown key is a UserError."""
+    raising(parser).add_argument("--config", type=Path, metavar="FILE.yaml",
+                        help=f"run file; its section `{section}` holds flags")
+    hide(*secrets_in(argv))  # a key on the command line by mistake stands in argparse's complaint
+    probe = raising(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    probe.add_argument("--config", type=Path)
+    path = probe.parse_known_args(argv)[0].config
+    values = (read_run_file(path).get(section) or {}) if path else {}
+    return parser.parse_args(tokens_of(parser, section, values, path, argv) + argv)
 
 
 def tokens_of(parser: argparse.ArgumentParser, section: str, values: dict, path: Path | None,
