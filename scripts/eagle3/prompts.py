@@ -1,4 +1,7 @@
-"""What 01_generate asks: rows of its sources, mixed by weight, as conversations; each prompt once."""
+"""What 01_generate asks: rows of its sources, mixed by weight, as conversations; each prompt once.
+
+A run may be given more rows and sources later: behind those of before, which keep their ids and their order.
+"""
 from __future__ import annotations
 
 import hashlib
