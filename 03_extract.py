@@ -23,17 +23,17 @@ Stop it any way, at any time; the same command goes on. Exit 2 with one line for
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3.again import Again  # noqa: E402
+from eagle3.bounded import write_bound  # noqa: E402
 from eagle3.extraction import FULL, Extraction  # noqa: E402
 from eagle3.growth import grown_from  # noqa: E402
 from eagle3.incoming import clean_incoming, free_bytes, settle  # noqa: E402
-from eagle3.journal import Journal, write_bound  # noqa: E402
+from eagle3.journal import Journal  # noqa: E402
 from eagle3.limits import Limits, leave_out_too_long, read_limits  # noqa: E402
 from eagle3.prefill_server import wait_until_ready  # noqa: E402
 from eagle3.reopening import CLOSED, STAGE, is_complete, open_folder  # noqa: E402
@@ -274,14 +274,6 @@ def extract_missing(job: Extraction) -> None:
 
 
 # ---- the stage ----
-def begin_bounded(args, folder: Path, incoming: Path) -> None:
-    """Check and write down the bound. Raises UserError."""
-    if os.stat(incoming).st_dev != os.stat(folder).st_dev:
-        raise UserError(f"--capture-dir {incoming}: --max-disk-gb needs it on the file system of {folder}, "
-                        "so that no sample lies there twice.")
-    write_bound(folder, args.max_disk_gb)  # 04 plans its releases by it
-
-
 def complete_manifest(args, job: Extraction, samples: list[Sample], dropped, inputs: dict, index_sha256: str) -> None:
     """The last file of the stage. samples: those in place; dropped: a counter by reason."""
     facts = job.journal.facts
@@ -321,7 +313,7 @@ def extract(args) -> None:
         target.place("norm"), target.place("head")
     incoming.mkdir(parents=True, exist_ok=True)
     if args.max_disk_gb:
-        begin_bounded(args, folder, incoming)
+        write_bound(folder, incoming, args.max_disk_gb)
     journal = Journal(folder)
     if args.redo_failed:
         redo_failed(journal)

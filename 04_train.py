@@ -23,7 +23,7 @@ complete folder. Where 03 runs with --max-disk-gb, samples are released (removed
 it; nowhere else is anything removed.
 
 What a step computes: scripts/eagle3/ttt.py. Which samples make up a step: batches.py; of which folders: sources.py.
-What is released when: follow.py. What is kept on the disk: keeper.py.
+What is released when: bounded.py. What is kept on the disk: keeper.py.
 
 Glossary (null, in the log -, where nothing was counted):
 
@@ -58,6 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from eagle3 import train_flags  # noqa: E402
 from eagle3.acceptance import Sampled, evaluate, sampled_at  # noqa: E402
 from eagle3.batches import each  # noqa: E402
+from eagle3.bounded import Releases, read_bound  # noqa: E402
 from eagle3.checkpoints import begun, repair, writing  # noqa: E402
 from eagle3.evaluation import evaluate_drafters  # noqa: E402
 from eagle3.follow import Follow  # noqa: E402
@@ -106,7 +107,12 @@ class Training:
         self.unended = self.keeper.take_up(self.window)  # whether what is due after that step is still to do
         if follow:
             follow.stopped = lambda: self.leaving.heard
-            self.saves |= follow.begin(self.done, self.keeper.state.get("seen"), self.keeper.damaged)
+            follow.begin(self.done, self.keeper.state.get("seen"))
+        self.releases = None
+        if follow and (bound := read_bound(args.data_dir)) is not None:
+            self.releases = Releases(args, process, plan, inputs.facts, bound, self.done, self.keeper.damaged)
+            self.saves |= self.releases.saves
+            follow.waited_long = self.releases.refuse_smaller
         self.evaluations = {*self.saves, *range(0, self.total, args.eval_every or self.total)}
         ended = self.done - self.unended
         to_come = sum(ended < step <= self.total for step in self.saves)
@@ -124,7 +130,7 @@ class Training:
                 self.validate(0, plan.val)  # what it serves as it came
             for step, (epoch, bins) in enumerate(plan.schedule[self.done:], self.done + 1):
                 if follow:
-                    self.supply.wait(step, bins)
+                    self.supply.wait(step)
                     if self.leaving.agreed(at_once=True):
                         self.leave(step - 1, ended=True)
                 members, counts = self.supply.members_and_counts(bins)
@@ -135,7 +141,8 @@ class Training:
                 report = self.output / f"not-finite-{step}-rank{process.rank}.json"
                 self.pending = step, HostCopy(sums), report, sum(members, [])
                 if follow:
-                    follow.behind([plan.train[i] for indices in bins[process.rank::process.world] for i in indices])
+                    own = sum(bins[process.rank::process.world], [])
+                    follow.behind(plan.planned.train_at[own].tolist())
                 if self.leaving.agreed():
                     self.leave(step, ended=False)
                 self.end_step(step)
@@ -216,10 +223,9 @@ class Training:
         if prediction and (not self.best or prediction["accept_length"] > self.best["accept_length"]):
             self.best = {"step": step, "accept_length": prediction["accept_length"]}
         self.save(prediction, agreement, state)
-        if self.follow and step < self.total:
-            if self.follow.bound is not None:
-                self.keeper.settle()  # nothing is released before it is on the disk, and 03 may be waiting for the room
-            self.follow.release(step)
+        if self.releases and step < self.total:
+            self.keeper.settle()  # nothing is released before it is on the disk, and 03 may be waiting for the room
+            self.releases.release(step)
 
     def followed(self, step: int) -> tuple[list, float, dict]:
         """Of --follow after `step`: the validation samples, once all have landed, the agreement, and the state."""
@@ -261,7 +267,7 @@ class Training:
         self.keeper.settle()
         kept = f"checkpoint-{self.keeper.saved} is untouched" if self.keeper.saved else "there is no checkpoint yet"
         remedy = "Lower --lr in another --output-dir"
-        if self.follow and self.follow.released:
+        if self.releases and self.releases.released:
             remedy = ("No sample was released since. If the same command ends here again, begin both stages in new "
                       f"folders, with a lower --lr; --finetune-from {self.output}/checkpoint-{self.keeper.saved} keeps "
                       "what it has learnt")
@@ -279,9 +285,10 @@ class Training:
         kept, val, dropped = plan.kept, plan.val, plan.dropped
         if follow:
             self.inputs.hashes["hidden_states"] = follow.finish()
-            follow.release(self.total)
             kept, dropped = plan.without(follow.seen["problems"])
             val = [sample for sample in val if sample.id not in follow.seen["problems"]] if self.lands_last else val
+        if self.releases:
+            self.releases.release(self.total)
         unread = sum(self.keeper.count_unread().values())
         if self.process.rank == 0:
             plot(self.keeper.metrics.rows, self.output / "training.png")
@@ -361,9 +368,7 @@ def train(args, process: Process, inputs: Inputs, sources: Sources, config: dict
 
     head = inputs.target.tensor("head")
     plan = plan_steps(args, inputs, sources, head, process)
-    follow = Follow(args, inputs, head, process, plan.rows) if args.follow else None
-    if follow:
-        follow.plan(plan.train, [] if args.val_data_dir else plan.val, plan.schedule)
+    follow = Follow(args, inputs, head, process, plan) if args.follow else None
     say_plan(args, plan, process)
     draft = make_drafter(args, inputs, head, process)
     sampled = sampled_at(samplings(args), head, draft)

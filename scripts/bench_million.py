@@ -3,6 +3,7 @@
     python3 scripts/bench_million.py --output-dir /data/million --make      # a million; 16 GB of disk, an inode each
     python3 scripts/bench_million.py --output-dir /data/million --restart
     python3 scripts/bench_million.py --output-dir /data/million --records --train --ranks 8
+    python3 scripts/bench_million.py --output-dir /data/million --train --epochs 1 --order follow   # or plan
 
 --make: responses/, hidden_states/ as 03 leaves it when it is killed at its very end (every sample in place, no index,
 no manifest), a target and a vocabulary map; hidden 16, 24 to 56 tokens. --restart: 03 on that folder, twice: what it
@@ -210,13 +211,16 @@ def records(folder: Path) -> None:
         write_chunk(beside, start, torch.cat([mass for _, mass in found]), [record for record, _ in found])
 
 
-def train(folder: Path, ranks: int, epochs: int) -> None:
+ORDERS = {"shuffle": [], "plan": ["--order", "plan"], "follow": ["--follow"]}
+
+
+def train(folder: Path, ranks: int, epochs: int, order: str) -> None:
     shutil.rmtree(folder / "output", ignore_errors=True)
     ranked = ["-m", "torch.distributed.run", "--nproc_per_node", ranks] if ranks > 1 else []
     watched([sys.executable, "-u", *ranked, ROOT / "04_train.py", "--verifier-path", folder / "target",
              "--data-dir", folder / "hidden_states", "--vocab-mapping-dir", folder / "vocab_mapping",
              "--output-dir", folder / "output", "--epochs", epochs, "--lr", 1e-3, "--val-ratio", 0.0001,
-             "--batch-tokens", 512, "--num-workers", 2, "--log-every", 1],
+             "--batch-tokens", 512, "--num-workers", 2, "--log-every", 1, *ORDERS[order]],
             {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}, until="step 6/")
 
 
@@ -230,6 +234,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--order", choices=ORDERS, default="shuffle")
     args = parser.parse_args()
     if args.make:
         begun = time.monotonic()
@@ -240,7 +245,7 @@ def main() -> None:
     if args.records:
         records(args.output_dir)
     if args.train:
-        train(args.output_dir, args.ranks, args.epochs)
+        train(args.output_dir, args.ranks, args.epochs, args.order)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ from safetensors.torch import load_file
 
 from conftest import ONE_AT_A_TIME, ROOT, TINY_KIMI, free_port, load_script, run_script
 from train_reference import random_sample, write_hidden_states, write_mapping, write_target
+from eagle3.bounded import Releases, release_steps
 from eagle3.checkpoints import checkpoints
 from eagle3 import checked, follow
-from eagle3.follow import Follow, release_steps
+from eagle3.sample_table import Builder
+from eagle3.schedule import Planned
 from eagle3.stage import UserError, lock_file
 from eagle3.states import HEADER_BYTES, sample_path
 
@@ -386,6 +388,18 @@ def test_following_without_validation_keeps_the_last_checkpoint(toy, tmp_path):
     assert json.loads((tmp_path / "followed/best/eagle3.json").read_text())["prediction"] is None
 
 
+def test_samples_without_loss_are_released_like_the_others(toy, tmp_path):
+    """--max-seq-len leaves nothing of their responses: nobody trains on them, and they must not keep the room of others."""
+    lander = Lander(toy / "hidden_states", tmp_path / "bounded", TOY_BOUND)
+    train.main(toy_arguments(toy, tmp_path / "bounded", tmp_path / "followed", "--follow", "--max-seq-len", 12, "--batch-tokens", 32))
+    lander.join(timeout=20)
+    assert names(tmp_path / "bounded") == set(json.loads((tmp_path / "followed/val_ids.json").read_text())["ids"])
+    train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / "output", "--order", "plan", "--max-seq-len", 12, "--batch-tokens", 32))
+    assert drafter(tmp_path / "followed") == drafter(tmp_path / "output")
+    counts = [json.loads((tmp_path / name / "manifest.json").read_text())["counts"] for name in ("followed", "output")]
+    assert counts[0] == counts[1] and counts[0]["dropped"][checked.NO_LOSS] > 10 and counts[0]["truncated"] > 10
+
+
 def test_two_ranks_follow_as_one(toy, tmp_path):
     Lander(toy / "hidden_states", tmp_path / "one", TOY_BOUND)
     train.main(toy_arguments(toy, tmp_path / "one", tmp_path / "output1", "--follow", "--grad-accum", 2, "--dtype", "float64"))
@@ -430,7 +444,7 @@ def test_killed_between_a_checkpoint_and_its_release(toy, in_order, tmp_path, mo
             raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Follow, "release", killed)
+        patch.setattr(Releases, "release", killed)
         with pytest.raises(RuntimeError, match="killed"):
             train.main(arguments)
     let_go(tmp_path / "bounded")
@@ -504,14 +518,14 @@ def test_an_infinity_releases_and_saves_nothing(toy, tmp_path, monkeypatch, caps
     assert not checkpoints(tmp_path / "output") and not (tmp_path / "data/released.jsonl").read_text()
 
     with monkeypatch.context() as patch:  # and after samples were released: these had a good checkpoint
-        release = Follow.release
+        release = Releases.release
 
         def then_spoils(self, step):
             release(self, step)
             if step:
                 spoils(patch, step + 1)
 
-        patch.setattr(Follow, "release", then_spoils)
+        patch.setattr(Releases, "release", then_spoils)
         code, said = stopped(arguments, capsys)
     [(step, good)] = checkpoints(tmp_path / "output")
     assert code == 1 and f"checkpoint-{step} is untouched. No sample was released since." in said[-1]
@@ -545,7 +559,7 @@ def test_a_damaged_checkpoint_behind_which_samples_were_released_is_refused(toy,
     Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND)
     arguments, releases = toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow"), []
     with monkeypatch.context() as patch:
-        release = Follow.release
+        release = Releases.release
 
         def third(self, step):
             release(self, step)
@@ -553,7 +567,7 @@ def test_a_damaged_checkpoint_behind_which_samples_were_released_is_refused(toy,
             if len(releases) == 4:  # the first one was at the start
                 sys.exit(9)
 
-        patch.setattr(Follow, "release", third)
+        patch.setattr(Releases, "release", third)
         assert stopped(arguments, capsys)[0] == 9
     (older, _), (newest, folder) = checkpoints(tmp_path / "output")[-2:]
     shutil.copytree(folder, tmp_path / "copy")
@@ -645,6 +659,17 @@ def test_samples_released_to_another_output_are_not_missed_in_silence(toy, tmp_p
 def test_flags_that_cannot_be(toy, tmp_path, more):
     with pytest.raises(UserError, match="--follow is one pass"):
         train.main(toy_arguments(toy, toy / "hidden_states", tmp_path / "output", "--follow", *more))
+
+
+def test_which_step_has_a_sample_behind_it_by_hand(tmp_path):
+    """Positions 1, 3, 6 train in steps 2, 1, 2, position 4 validates; the others have no loss: the step that needs a later one, or the last."""
+    samples = Builder(tmp_path)
+    for name in "abcdefgh":
+        samples.add(name, 10, 5, 5, False)
+    planned = Planned(samples.table(), np.full(8, 10), np.array([1, 3, 6]), np.array([4]))
+    planned.find_steps([(0, [[1]]), (0, [[0], [2]])])
+    assert planned.step_of.tolist() == [1, 2, 1, 1, 3, 2, 2, 2]
+    assert [name for name in "abcdefghx" if planned.is_behind(name, 1)] == ["a", "c", "d"]
 
 
 def test_release_steps_by_hand():

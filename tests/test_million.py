@@ -232,6 +232,9 @@ def test_a_table_gives_the_samples_that_it_was_made_of(tmp_path, loss_from):
         assert list(batches.each(table, name)) == batches.each(samples, name), name
     with pytest.raises(IndexError):
         table[40]
+    own = Builder(tmp_path)  # of a plan: no mass is known yet
+    own.add("a", 20, 5, 5, False)
+    assert vars(own.table()[0]) == vars(Sample("a", sample_path(tmp_path, "a"), 20, 5, None))
     mass = np.zeros(5, np.float32)
     mass[1:4] = table[7].mass[2:5]  # as collate takes it
     assert mass[1:4].tolist() == samples[7].mass[2:5].tolist()
@@ -274,6 +277,17 @@ def test_a_schedule_is_the_list_of_its_steps(tmp_path):
         assert schedule[part] == wanted[part] and schedule[part][1:] == wanted[part][1:], part
     with pytest.raises(IndexError):
         schedule[len(wanted)]
+
+
+def test_a_long_journal_is_read_whole_and_its_torn_line_later(tmp_path):
+    rows = [{"id": f"s{i}", "checksum": 500 * "0"} for i in range(20_000)]
+    path = tmp_path / "landed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"id": "s')
+    tail = journal.Tail(path)
+    assert list(tail.new_rows()) == rows and list(tail.new_rows()) == []
+    with open(path, "a") as file:
+        file.write('9"}\n\n')
+    assert list(tail.new_rows()) == [{"id": "s9"}] and list(tail.new_rows()) == [] and list(journal.Tail(tmp_path / "none").new_rows()) == []
 
 
 def test_samples_of_several_folders_once(tmp_path):

@@ -26,6 +26,7 @@ STATS_A_TASK = 32  # of a thread: to hand over a task takes longer than to look 
 MIN_AGREEMENT = 0.05  # less of the response being the target's argmax means: other states, other target
 MAX_BAD = 0.01  # share of samples that may be damaged
 NO_LOSS = "no response token within --max-seq-len"
+QUARANTINED = "quarantined by 03_extract"
 
 
 @torch.no_grad()

@@ -29,8 +29,9 @@ import time
 from pathlib import Path
 from typing import Callable, Iterator
 
+from eagle3.bounded import Room
 from eagle3.incoming import PREFILL, free_bytes, move, run_prefix
-from eagle3.journal import Deaths, Journal, Quarantine, Room, plan_order, read_released
+from eagle3.journal import Deaths, Journal, Quarantine, plan_order
 from eagle3.masking import clean
 from eagle3.prefill_server import Busy, Hung, Lost, Quarantined, Retry, Server, api_key, next_token
 from eagle3.restart import Placed
@@ -89,9 +90,7 @@ class Extraction:
         key = api_key(args.api_key_env)
         self.servers = [Server(url, key) for url in args.base_url]
         self.sources = dict(zip(self.servers, sources_of(args)))  # of states on other hosts; {} through a shared folder
-        if args.max_disk_gb:
-            self.mend_released(samples)
-        self.room = Room(self.folder, int(args.max_disk_gb * 1e9), journal) if args.max_disk_gb else None
+        self.room = Room(self.folder, int(args.max_disk_gb * 1e9), journal, samples) if args.max_disk_gb else None
         self.quarantine, self.deaths = Quarantine(self.folder), Deaths(self.folder)
         self.quarantine.keep({sample.id for sample in samples})
         gone = self.quarantine.reasons.keys() | (self.room.released.keys() if self.room else set())
@@ -118,13 +117,6 @@ class Extraction:
         if found:
             self.placed.add(sample, self.journal.rows[sample.id]["checksum"], sample_path(self.folder, sample.id))
         return found
-
-    def mend_released(self, samples: list[Sample]) -> None:
-        """Lines of landed.jsonl that were damaged and whose files 04 has released: from what it wrote down of them."""
-        released = read_released(self.folder)
-        for sample in samples:
-            if sample.id in released and sample.id not in self.journal.rows and sample.id not in self.journal.redone:
-                self.journal.add_sample(sample, released[sample.id], self.journal.salvaged.get(sample.id))
 
     @contextlib.contextmanager
     def working(self):

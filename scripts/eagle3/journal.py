@@ -1,18 +1,16 @@
-"""The files over which 03_extract and `04_train --follow` talk while both are at work, and the room they share.
+"""The files over which 03_extract and `04_train --follow` talk while both are at work.
 
 03 writes   plan.jsonl        the samples in the order of one pass: {"id", "tokens", "prompt_len"}; written first
             landed.jsonl      {"facts": ...} first, then a line a sample, which {"id", "redo": true} takes back:
                               {"id", "tokens", "prompt_len", "truncated", "next_token", "checksum"}
             quarantine.jsonl  {"id", "reason", "detail"}: will not come
             deaths.jsonl      {"id"}: a server died while it had this sample; gone when the stage is complete
-            bound.json        {"max_disk_gb"}: only in bounded mode
             index.jsonl       at the end: the lines of landed.jsonl that stand, sorted by id
-04 writes   released.jsonl    {"id", "checksum"}: may be removed, and counts as extracted
 
-The order of writing is what makes a kill harmless. A line of landed.jsonl is written before its file is renamed into
-place, so no file stands there without one; a line of released.jsonl is on the disk before its file goes, so a released
-sample can be told from a lost one. A last line without its line end was torn by a kill and does not count. A line that
-a disk has damaged costs no more than itself: readers pass over it, and 03 makes landed.jsonl's anew from the file.
+Those of bounded mode: bounded.py. The order of writing is what makes a kill harmless: a line of landed.jsonl is written
+before its file is renamed into place, so no file stands there without one. A last line without its line end was torn by
+a kill and does not count. A line that a disk has damaged costs no more than itself: readers pass over it, and 03 makes
+landed.jsonl's anew from the file.
 """
 from __future__ import annotations
 
@@ -23,12 +21,11 @@ import json
 import os
 import re
 import threading
-import time
 from pathlib import Path
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Iterator
 
-from eagle3.stage import UserError, append_lines, log, read_json, sha256_file, whole_lines, write_atomic
-from eagle3.states import FACTS, HEADER_BYTES, StateFile, check_header, check_ids, facts_token_bytes, sample_path
+from eagle3.stage import UserError, append_lines, log, sha256_file, whole_lines, write_atomic
+from eagle3.states import FACTS, StateFile, check_header, check_ids, sample_path
 
 
 # ---- read by both sides ----
@@ -55,18 +52,22 @@ class Tail:
     def __init__(self, path: Path):
         self.path, self.offset = path, 0
 
-    def new_rows(self) -> list[dict]:
+    def new_rows(self) -> Iterator[dict]:
+        while lines := self.new_lines():
+            yield from rows_of(lines)
+
+    def new_lines(self) -> list[bytes]:
+        """The next ones: not all of a long journal, whose rows would take much memory."""
         try:
             with open(self.path, "rb") as file:
-                if os.fstat(file.fileno()).st_size <= self.offset:
-                    return []
                 file.seek(self.offset)
-                data = file.read()
+                lines = file.readlines(1 << 22)
         except FileNotFoundError:
             return []
-        data = data[:data.rfind(b"\n") + 1]
-        self.offset += len(data)
-        return rows_of(data.split(b"\n")[:-1])
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        self.offset += sum(map(len, lines))
+        return lines
 
 
 def cut_torn_line(path: Path) -> None:
@@ -76,10 +77,11 @@ def cut_torn_line(path: Path) -> None:
         file.truncate(size)
 
 
-def read_plan(folder: Path) -> list[dict]:
+def read_plan(folder: Path) -> Iterator[dict]:
     """plan.jsonl: {"id", "tokens", "prompt_len"} of each sample, as 03 sends and 04 takes them. Raises UserError."""
     try:
-        return [json.loads(line) for line in (folder / "plan.jsonl").read_text().splitlines()]
+        with open(folder / "plan.jsonl", "rb") as file:
+            yield from map(json.loads, file)
     except (OSError, ValueError):
         raise UserError(f"{folder}: no readable plan.jsonl, which 03_extract.py writes when it begins. "
                         "Run 03_extract.py there first.") from None
@@ -95,34 +97,10 @@ def read_facts(folder: Path) -> dict | None:
     return next((row["facts"] for row in rows_of(lines) if "facts" in row), None)
 
 
-def read_bound(folder: Path) -> int | None:
-    """The most bytes of samples on the disk in bounded mode; None in the other. Raises UserError."""
-    path = folder / "bound.json"
-    return int(read_json(path)["max_disk_gb"] * 1e9) if path.exists() else None
-
-
 def read_quarantine(folder: Path) -> dict[str, str]:
     """{id: reason} of the samples that will not come."""
     path = folder / "quarantine.jsonl"
     return {row["id"]: row["reason"] for row in rows_of(whole_lines(path).split(b"\n")[:-1], path) if "reason" in row}
-
-
-def read_released(folder: Path) -> dict[str, str]:
-    """{id: checksum} of the samples that 04 has released."""
-    path = folder / "released.jsonl"
-    rows = rows_of(whole_lines(path).split(b"\n")[:-1], path)
-    return {row["id"]: row["checksum"] for row in rows if "checksum" in row}
-
-
-def append_released(folder: Path, checksums: dict[str, str]) -> None:
-    """04's side: {id: checksum} may go. On the disk when this returns, and only then may their files be removed."""
-    rows = [{"id": sample_id, "checksum": checksum} for sample_id, checksum in checksums.items()]
-    append_lines(folder / "released.jsonl", rows)
-
-
-def sizes_in_place(folder: Path) -> dict[str, int]:
-    """{id: bytes} of the samples that lie in place."""
-    return {path.stem: path.stat().st_size for path in folder.glob("[0-9a-f][0-9a-f]/*.safetensors")}
 
 
 # ---- written by 03 ----
@@ -141,10 +119,6 @@ def write_plan(folder: Path, samples: list) -> None:
     path, data = folder / "plan.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode()
     if not path.exists() or path.read_bytes() != data:
         write_atomic(path, data)
-
-
-def write_bound(folder: Path, max_disk_gb: float) -> None:
-    write_atomic(folder / "bound.json", json.dumps({"max_disk_gb": max_disk_gb}) + "\n")
 
 
 def is_line(row: dict) -> bool:
@@ -320,73 +294,3 @@ class Quarantine:
     def keep(self, ids: set[str]) -> None:
         """Count only these: another --limit may have named more."""
         self.reasons = {sample_id: reason for sample_id, reason in self.reasons.items() if sample_id in ids}
-
-
-# ---- bounded mode ----
-class Room:
-    """The bytes under --max-disk-gb: in place until 04 has released and removed them, and on their way."""
-
-    def __init__(self, folder: Path, limit: int, journal: Journal):
-        self.folder, self.limit, self.journal, self.lock = folder, limit, journal, threading.Lock()
-        self.sizes = sizes_in_place(folder)
-        self.coming: dict[str, int] = {}  # sent: the most bytes that each can take
-        self.tail = Tail(folder / "released.jsonl")
-        self.released: dict[str, str] = {}  # {id: checksum}
-        self.leaving: set[str] = set()  # released, but the file still stands
-        self.waiting: str | None = None  # the next sample, while there is no room for it
-        self.last_release = time.monotonic()
-        self.poll()
-        for sample_id, checksum in self.released.items():
-            if journal.rows.get(sample_id, {}).get("checksum") != checksum:
-                raise UserError(f"{self.tail.path}: {sample_id} was released with a checksum that landed.jsonl does "
-                                "not have. The two files are of different runs: begin a new --output-dir.")
-
-    def poll(self) -> None:
-        for row in self.tail.new_rows():
-            self.released[row["id"]] = row["checksum"]
-            self.leaving.add(row["id"])
-        for sample_id in list(self.leaving):
-            if not sample_path(self.folder, sample_id).exists():
-                self.leaving.discard(sample_id)
-                self.sizes.pop(sample_id, None)
-                self.last_release = time.monotonic()
-
-    def used(self) -> int:
-        return sum(self.sizes.values()) + sum(self.coming.values())
-
-    def enter(self, sample, stopped: Callable[[], bool]) -> None:
-        """Wait until `sample` fits beside all that is there or on its way, or until `stopped()`. Raises UserError.
-
-        Called by one thread at a time, in the order of the plan: no sample takes the room that an earlier one waits
-        for, so what 04 needs next always comes.
-        """
-        while not stopped():
-            facts = self.journal.facts
-            need = sample.tokens * facts_token_bytes(facts) + HEADER_BYTES if facts else 0
-            with self.lock:
-                self.poll()
-                # Before the first file its size is unknown: that one goes alone
-                if self.used() + need <= self.limit if facts else not self.coming:
-                    self.coming[sample.id], self.waiting = need, None
-                    return
-                self.waiting = f"{sample.id} ({need / 1e9:,.3f} GB)"
-            if need > self.limit:
-                raise UserError(f"--max-disk-gb {self.limit / 1e9:g}: {sample.id} alone takes {need / 1e9:,.3f} GB. "
-                                "Allow more, or cut with --max-length.")
-            time.sleep(0.05)
-
-    def landed(self, sample, size: int) -> None:
-        with self.lock:
-            self.coming.pop(sample.id, None)
-            self.sizes[sample.id] = size
-            if sample.id in self.released:  # 04 was quicker than this line
-                self.leaving.add(sample.id)
-
-    def gave_up(self, sample) -> None:
-        with self.lock:
-            self.coming.pop(sample.id, None)
-
-    def status(self) -> str:
-        with self.lock:
-            return (f"disk {self.used() / 1e9:,.3f}/{self.limit / 1e9:,.3f} GB | "
-                    f"released {len(self.released) - len(self.leaving):,}")

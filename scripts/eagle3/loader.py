@@ -67,37 +67,34 @@ class Reader:
                             "again; it goes on from the last checkpoint.")
 
 
-def feed(bins: Iterable, load, workers: int, device, dtype, take=lambda samples, wait: samples):
+def feed(bins: Iterable, load, workers: int, device, dtype, take=lambda samples: samples):
     """Yields (bin, what load(samples) made of it, its batch on the device; seconds waited for files).
 
-    take(bin, wait) gives a bin's samples ([]: none is left, the bin is passed over), or None where they are not there
-    yet and it shall not wait. load: `Reader.load`.
+    take(bin) gives a bin's samples ([]: none is left, the bin is passed over), or None where they are not there yet:
+    those of the batch that is asked for must be. load: `Reader.load`.
     """
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None
     todo, ahead = iter(bins), deque()
     following = next(todo, None)
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        def fill(wait: bool) -> None:
+        def fill() -> None:
             nonlocal following
-            while (following is not None and len(ahead) <= workers
-                   and (samples := take(following, wait and not ahead)) is not None):
+            while following is not None and len(ahead) <= workers and (samples := take(following)) is not None:
                 if samples:
                     ahead.append((following, pool.submit(load, samples)))
                 following = next(todo, None)
 
-        fill(True)
+        fill()
         while ahead:
             begun = time.monotonic()
             item, future = ahead.popleft()
             loaded = future.result()
             waited = time.monotonic() - begun
-            # Not waiting: where the disk is bounded, the samples waited for come only after this batch is trained on
-            # and released
-            fill(False)
+            fill()
             if loaded.batch:
                 loaded.batch = on_device(loaded.batch, device, dtype, copies)
             yield item, loaded, waited
-            fill(True)
+            fill()
 
 
 def on_device(batch: Batch, device, dtype, copies) -> Batch:

@@ -1,6 +1,6 @@
 """Very many samples in little memory: columns of numbers, from which a Sample is made when it is asked for.
 
-A million samples take 36 MB, and their names. Their masses (4 bytes a token with loss) stay in the files of checked/
+A million samples take 45 MB, and their names. Their masses (4 bytes a token with loss) stay in the files of checked/
 until a batch needs them.
 """
 from __future__ import annotations
@@ -49,9 +49,13 @@ class StoredMass:
 
 
 class SampleTable(Sequence):
-    """Samples. rows (N,) of ROW; names: of all, one after the other; folders: (path, weight) each; chunks: files."""
+    """Samples. rows (N,) of ROW; names: of all, one after the other; folders: (path, weight) each.
 
-    def __init__(self, rows: np.ndarray, names: bytes, folders: list[tuple[Path, float]], chunks: list[Path]):
+    chunks: files of masses; [None] where no mass is known yet.
+    """
+
+    def __init__(self, rows: np.ndarray, names: bytes, folders: list[tuple[Path, float]],
+                 chunks: list[Path | None]):
         self.rows, self.names, self.folders, self.chunks = rows, names, folders, chunks
 
     @classmethod
@@ -67,7 +71,8 @@ class SampleTable(Sequence):
             return self.take(at)
         name, name_end, mass, tokens, start, loss_from, chunk, folder, number, truncated = self.rows[at].item()
         name, (path, weight) = self.names[name:name_end].decode(), self.folders[folder]
-        stored = StoredMass(self.chunks[chunk], mass, mass + 4 * max(0, tokens - loss_from))
+        path_of_mass = self.chunks[chunk]
+        stored = path_of_mass and StoredMass(path_of_mass, mass, mass + 4 * max(0, tokens - loss_from))
         return Sample(f"{number}/{name}" if number else name, sample_path(path, name), tokens, start, stored, truncated,
                       weight, loss_from)
 
@@ -109,7 +114,8 @@ class Builder:
     def __init__(self, folder: Path):
         self.folder, self.rows, self.names, self.chunks = folder, bytearray(), bytearray(), []
 
-    def add(self, name: str, tokens: int, start: int, loss_from: int, truncated: bool, chunk: Path, mass: int) -> None:
+    def add(self, name: str, tokens: int, start: int, loss_from: int, truncated: bool,
+            chunk: Path | None = None, mass: int = 0) -> None:
         """mass: the byte of `chunk` at which that of token `loss_from` lies."""
         if not self.chunks or self.chunks[-1] != chunk:
             self.chunks.append(chunk)

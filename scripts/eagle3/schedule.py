@@ -6,14 +6,15 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from eagle3.batches import each, plan_epoch, split_samples
-from eagle3.checked import NO_LOSS
-from eagle3.follow import QUARANTINED, planned_samples
+from eagle3.checked import NO_LOSS, QUARANTINED
+from eagle3.journal import read_plan
+from eagle3.sample_table import Builder, SampleTable
 from eagle3.sources import Sources, find_samples
 from eagle3.stage import UserError
 
@@ -59,6 +60,47 @@ class Schedule(Sequence):
 
 
 @dataclass
+class Planned:
+    """03's plan.jsonl: N samples in its order, those without loss too. They have no mass until they are checked."""
+    samples: SampleTable
+    file_tokens: np.ndarray  # (N,) before --max-seq-len cuts them
+    train_at: np.ndarray | None = None  # positions of the samples to train on
+    val_at: np.ndarray | None = None  # of those to validate on
+    # --follow: (N,) the step that has each behind it, the last one + 1: it validates; {id: position}
+    step_of: np.ndarray | None = None
+    position: dict[str, int] | None = None
+
+    def usable(self) -> SampleTable:
+        """Those with loss."""
+        rows = self.samples.rows
+        return self.samples.take(np.flatnonzero(rows["tokens"] > rows["start"].clip(2)))  # Sample.counts
+
+    def split(self, usable: SampleTable, args, ratio: float) -> tuple[SampleTable, SampleTable]:
+        """(those of them to train on, in the plan's order, those to validate on)."""
+        train, val = split_samples(usable, ratio, args.seed)
+        names = self.samples.rows["name"]  # where its name begins: ascending, and each one's own
+        self.train_at, self.val_at = (np.searchsorted(names, part.rows["name"]) for part in (train, val))
+        self.train_at.sort()
+        if args.loss_on == "all":  # to train on, not to validate on
+            self.samples.rows["loss_from"][self.train_at] = 1
+        return self.samples.take(self.train_at), val
+
+    def find_steps(self, schedule: Schedule) -> None:
+        """Which step has which sample behind it. One without loss goes with the first step that needs a later one."""
+        self.position, total = {name: at for at, name in enumerate(self.samples.ids())}, len(schedule)
+        self.step_of = np.full(len(self.samples), total + 1)
+        for step, (_, bins) in enumerate(schedule, 1):
+            self.step_of[self.train_at[sum(bins, [])]] = step
+        later, unused = np.minimum.accumulate(self.step_of[::-1])[::-1], np.ones(len(self.samples), bool)
+        unused[self.train_at] = unused[self.val_at] = False
+        self.step_of[unused] = later[unused].clip(max=total)
+
+    def is_behind(self, name: str, step: int) -> bool:
+        """Whether the sample of this id is needed no more after `step`."""
+        return name in self.position and self.step_of[self.position[name]] <= step
+
+
+@dataclass
 class Plan:
     """The whole run, decided before its first step."""
     train: Sequence  # samples, indexed by the schedule's bins
@@ -66,21 +108,37 @@ class Plan:
     schedule: Schedule  # a step each: (epoch, bins of indices into train), bins of all ranks
     epoch_ends: list  # steps
     kept: Sequence = ()  # all usable samples of the folders to train on; unknown yet with --follow
-    found: dict | None = None  # --order plan: {id: sample} that is usable; else all of `train` are
+    found: np.ndarray | None = None  # --order plan: where in `kept` each of `train` is, -1 where it is not usable
     dropped: dict = field(default_factory=dict)  # {reason: count}
     agreement: float = 0.0  # share of response tokens that are the target's argmax
-    planned: list = field(default_factory=list)  # --order plan: samples in 03's order
-    rows: list = field(default_factory=list)  # plan.jsonl's
+    planned: Planned | None = None  # --order plan
 
     @property
     def total(self) -> int:
         return len(self.schedule)
 
-    def without(self, problems: dict[str, str]) -> tuple[list, dict]:
+    def without(self, problems: dict[str, str]) -> tuple[SampleTable, dict]:
         """(samples kept, dropped {reason: count}) of --follow, which found `problems` {id: reason} on its way."""
-        reasons = [*problems.values(), *[NO_LOSS] * (len(self.rows) - len(self.planned))]
-        kept = [sample for sample in self.planned if sample.id not in problems]
+        usable = self.planned.usable()
+        reasons = [*problems.values(), *[NO_LOSS] * (len(self.planned.samples) - len(usable))]
+        kept = usable.take([i for i, name in enumerate(usable.ids()) if name not in problems])
         return kept, dict(sorted(Counter(reasons).items()))
+
+
+def read_planned(args, held_out: Sequence | None) -> Planned:
+    """args: data_dir, max_seq_len, follow and val_data_dir. Raises UserError."""
+    samples, file_tokens = Builder(args.data_dir), array("q")
+    for row in read_plan(args.data_dir):
+        tokens = min(row["tokens"], args.max_seq_len)
+        samples.add(row["id"], tokens, row["prompt_len"], row["prompt_len"], tokens < row["tokens"])
+        file_tokens.append(row["tokens"])
+    planned = Planned(samples.table(), np.array(file_tokens))
+    if (usable := len(planned.usable())) < 2:
+        raise UserError(f"{args.data_dir}/plan.jsonl: {usable} usable samples; at least 2 are needed, one of them to "
+                        "validate.")
+    if args.follow:
+        refuse_held_out(args, planned.samples, held_out)
+    return planned
 
 
 def plan_steps(args, inputs, sources: Sources, head: torch.Tensor, process) -> Plan:
@@ -90,29 +148,30 @@ def plan_steps(args, inputs, sources: Sources, head: torch.Tensor, process) -> P
     lands.
     """
     has = find_samples(args, sources, head, process)
-    found, dropped, planned, rows = None, has.dropped, [], []
+    found, planned, dropped = None, None, has.dropped
     ratio = args.val_ratio if has.held_out is None else 0
     if args.order == "plan":
-        found = {sample.id: sample for sample in has.samples}
-        rows, planned = planned_samples(args.data_dir, args.max_seq_len)
-        refuse_held_out(args, rows, has.held_out)
-        train, val = split_samples([sample for sample in planned if sample.id not in has.repeated], ratio, args.seed)
-        position = {row["id"]: i for i, row in enumerate(rows)}
-        train.sort(key=lambda sample: position[sample.id])
+        planned = read_planned(args, has.held_out)
+        usable = planned.usable()
+        own = [i for i, name in enumerate(usable.ids()) if name not in has.repeated]
+        train, val = planned.split(usable.take(own), args, ratio)
     else:
         train, val = split_samples(has.samples, ratio, args.seed)
-    if args.loss_on == "all":  # to train on, not to validate on
-        train = [replace(sample, loss_from=1) for sample in train] if args.order == "plan" else train  # as checked
-        val = val.of_response() if args.order == "shuffle" else [sample.of_response() for sample in val]
+        val = val.of_response() if args.loss_on == "all" else val
     if not train:
         raise UserError(f"--val-ratio {args.val_ratio} leaves none of {len(val)} samples to train on. Lower it.")
     if args.order == "plan" and not args.follow:
-        val = [found[sample.id].of_response() for sample in val if sample.id in found]
-        missing = {sample.id for sample in planned} - {row["id"] for row in inputs.index}
-        dropped |= {QUARANTINED: len(missing)} if missing else {}
+        where = {name: i for i, name in enumerate(has.samples.ids())}
+        found = np.array([where.get(name, -1) for name in train.ids()])
+        val = has.samples.take([where[name] for name in val.ids() if name in where]).of_response()
+        landed = {row["id"] for row in inputs.index}
+        missing = sum(name not in landed for name in usable.ids())
+        dropped |= {QUARANTINED: missing} if missing else {}
     schedule, ends = plan_epochs(args, train, process)
+    if args.follow:
+        planned.find_steps(schedule)
     return Plan(train, val if has.held_out is None else has.held_out, schedule, ends, has.samples, found, dropped,
-                has.agreement, planned, rows)
+                has.agreement, planned)
 
 
 def plan_epochs(args, train: Sequence, process) -> tuple[Schedule, list[int]]:
@@ -141,9 +200,9 @@ def plan_epochs(args, train: Sequence, process) -> tuple[Schedule, list[int]]:
     return schedule[:args.max_steps], ends
 
 
-def refuse_held_out(args, rows: list[dict], held_out: list | None) -> None:
+def refuse_held_out(args, planned: SampleTable, held_out: Sequence | None) -> None:
     """Raises UserError where --follow would train on what is held out: before a sample has landed it has an id only."""
-    shared = sorted({row["id"] for row in rows} & {sample.id for sample in held_out or []}) if args.follow else []
+    shared = sorted({*each(held_out or [], "id")}.intersection(planned.ids()))
     if shared:
         raise UserError(f"{args.val_data_dir}: {len(shared)} of its ids are in {args.data_dir}/plan.jsonl too "
                         f"({shared[0]} for one), and --follow cannot tell whether the samples are the same. Hold out "
@@ -152,7 +211,7 @@ def refuse_held_out(args, rows: list[dict], held_out: list | None) -> None:
 
 def say_plan(args, plan: Plan, process) -> None:
     lengths, loss_from = (np.fromiter(each(plan.train, name), np.int64) for name in ("tokens", "loss_from"))
-    tokens, truncated = int(lengths.sum()), sum(each(plan.planned if args.follow else plan.kept, "truncated"))
+    tokens, truncated = int(lengths.sum()), sum(each(plan.planned.usable() if args.follow else plan.kept, "truncated"))
     in_loss = (lengths - loss_from.clip(2)).clip(0).sum() / tokens  # Sample.counts
     checked = "as planned" if args.follow else f"{sum(plan.dropped.values())} skipped"
     argmax = "" if args.follow else f" | argmax {plan.agreement:.1%}"

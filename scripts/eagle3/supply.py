@@ -30,20 +30,20 @@ class Supply:
         self.args, self.process, self.plan, self.shape, self.follow = args, process, plan, shape, follow
         self.window, self.left_out, self.K = window, left_out, args.ttt_steps
 
-    def wait(self, step: int, bins: list[list[int]]) -> None:
+    def wait(self, step: int) -> None:
         """--follow: until 03 has landed what `step` trains on, or the run is about to leave."""
         begun = time.monotonic()
-        planned = [self.plan.train[i] for indices in bins for i in indices]
-        self.follow.wait(planned + self.follow.unused.get(step, []))
+        self.follow.wait(step)
         self.window.waited += time.monotonic() - begun
 
-    def present(self, indices: list[int], wait: bool = True) -> list[Sample] | None:
-        """The samples of a bin without those that failed; None where --follow would have to wait and shall not."""
-        members = [self.plan.train[i] for i in indices]
+    def present(self, indices: list[int]) -> list[Sample] | None:
+        """The samples of a bin without those that failed; None where --follow has not all of them yet."""
+        plan = self.plan
         if self.follow:
-            return self.follow.take(members, wait)
-        found = self.plan.found
-        return members if found is None else [found[sample.id] for sample in members if sample.id in found]
+            return self.follow.take(plan.planned.train_at[indices].tolist())
+        if plan.found is not None:
+            return [plan.kept[i] for i in plan.found[indices] if i >= 0]
+        return [plan.train[i] for i in indices]
 
     def members_and_counts(self, bins: list[list[int]]) -> tuple[list[list[Sample]], np.ndarray]:
         """The samples of each of this rank's bins, and the step's loss rows (K,) over all ranks."""
@@ -62,7 +62,7 @@ class Supply:
                    for indices in bins[process.rank::process.world])
         reader = Reader(self.K, self.shape, process.device.type == "cuda", len(self.plan.train))
         for (epoch, indices), loaded, waited in feed(planned, reader.load, args.num_workers, process.device,
-                                                     process.dtype, lambda item, wait: self.present(item[1], wait)):
+                                                     process.dtype, lambda item: self.present(item[1])):
             self.window.waited += waited
             for sample in loaded.left_out:
                 self.window.missing += sample.counts(self.K)
