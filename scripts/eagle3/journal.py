@@ -239,6 +239,8 @@ class Journal:
         except ValueError as error:
             log(f"{path}: {error}: extracting it again")
             return False
+        except FileNotFoundError:  # 04 has released it meanwhile
+            return False
         except OSError as error:  # of one file, or of the whole disk: not a reason to make all of it again
             raise UserError(f"{path}: cannot be read ({error.strerror}). Mend the disk, or remove this file, which is "
                             "extracted again then.") from None
