@@ -30,7 +30,7 @@ from conftest import CAPTURE_LAYERS, ONE_AT_A_TIME, ROOT, TINY_KIMI, Engine, fre
 from eagle3 import extraction, verify as verifying
 from eagle3.api import discover
 from eagle3.incoming import own_runs, run_prefix
-from eagle3.journal import Journal
+from eagle3.journal import Journal, plan_order
 from eagle3.limits import read_limits
 from eagle3.prefill_server import Server
 from eagle3.states import KINDS, SAME_CAPTURE, StateFile, check_header, sample_path
@@ -612,6 +612,7 @@ def test_memory_of_a_long_list_is_flat(tmp_path):
 
 # ---- Against a stand-in for the server: what a real one does seldom, and what goes wrong on this side ----
 WIDTH = 8
+ORDER = sorted((f"s{number:02d}" for number in range(20)), key=plan_order)  # in which Stage's samples are asked for
 
 
 class Stage:
@@ -650,6 +651,12 @@ def stage(tmp_path):
     yield stage
     for server in stage.servers:
         server.close()
+
+
+def test_samples_come_in_the_order_in_which_04_follows(stage):
+    """Else its first step would wait for samples that are asked for near the end."""
+    assert stage("--concurrency", 1) == "" and stage.servers[0].asked == ORDER
+    assert [json.loads(line)["id"] for line in (stage.folder / "plan.jsonl").read_text().splitlines()] == ORDER
 
 
 def test_too_many_failed_samples_are_not_forgotten(stage):

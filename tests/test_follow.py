@@ -615,6 +615,43 @@ def test_sigterm_between_releases(toy, in_order, tmp_path, monkeypatch, capsys, 
     assert drafter(tmp_path / "output") == in_order
 
 
+@pytest.mark.parametrize("at_release", [False, True])
+def test_sigterm_moves_neither_releases_nor_evaluations(toy, tmp_path, monkeypatch, capsys, at_release):
+    """With a held-out folder 04 evaluates where it releases: the same steps, wherever the signal fell."""
+    monkeypatch.setattr(train, "plot", lambda rows, path: None)
+    head = load_file(toy / "target/model.safetensors")["language_model.lm_head.weight"]
+    rng, update, said = np.random.default_rng(8), train.Trainer.update, {}
+    held_out = write_hidden_states(tmp_path / "held_out", {f"h{i}": random_sample(30, "tail", head, rng) for i in range(8)})
+
+    def followed(name: str):
+        Lander(toy / "hidden_states", tmp_path / f"{name}_data", TOY_BOUND)
+        arguments = toy_arguments(toy, tmp_path / f"{name}_data", tmp_path / f"{name}_output", "--follow", "--val-data-dir", held_out)
+        code, said[name] = stopped(arguments, capsys)
+        return code, arguments
+
+    def rows(name: str) -> list[dict]:
+        return [json.loads(line) for line in (tmp_path / f"{name}_output/metrics.jsonl").read_text().splitlines()]
+
+    assert followed("whole")[0] == 0
+    releases = [row["step"] for row in rows("whole") if "val_accept_length" in row]
+    step = releases[1] if at_release else releases[1] + 1
+    assert len(releases) > 4 and releases[1] + 1 < releases[2]
+
+    def terminates(self, *args):
+        sums = update(self, *args)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sums
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "update", terminates)
+        code, arguments = followed("cut")
+    assert code == 143 and f"terminated after step {step}" in said["cut"][-1]
+    train.main(arguments)
+    assert rows("cut") == rows("whole") and names(tmp_path / "cut_data") == set()
+    assert drafter(tmp_path / "cut_output")["state"] == drafter(tmp_path / "whole_output")["state"]
+
+
 def test_sigterm_while_03_is_silent_and_while_its_end_is_awaited(toy, in_order, tmp_path):
     """04 waits for a sample that does not come, later for 03's manifest: both times it saves what it has, and goes."""
     lander = Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND, last=False)

@@ -17,7 +17,7 @@ from eagle3.stage import UserError, sha256_file
 from eagle3.states import sample_path
 from conftest import load_script
 from stand_in import StandIn, extract_here, write_responses
-from test_extract import Stage, command, contents, stage  # noqa: F401  stage: a fixture
+from test_extract import ORDER, Stage, command, contents, stage  # noqa: F401  stage: a fixture
 from test_follow import drafter, toy, toy_arguments  # noqa: F401  toy: a fixture
 from test_generate import dropped_of, fine, flags, rows_of, run_here, start, write_jsonl
 from test_vocab import build, maps, responses
@@ -54,7 +54,7 @@ def test_a_closed_folder_holds_what_landed_and_goes_on(stage):
     assert "closing with 8 of 20 samples | quarantined 0 | left out 12" in stage.out
     assert stage("--close", "--verify") == "" and stage("--close") == "" and "complete already" in stage.out
     stage.servers[0] = StandIn(stage.incoming)
-    assert stage() == "" and sorted(stage.servers[0].asked) == [f"s{number:02d}" for number in range(8, 20)]
+    assert stage() == "" and sorted(stage.servers[0].asked) == sorted(ORDER[8:])
     assert "closed with 12 samples left out, now --limit 0: going on" in stage.out
     grown = manifest_of(stage.folder)
     assert grown["counts"]["dropped"] == {} and "closed" not in grown
@@ -76,7 +76,7 @@ def test_what_cannot_be_closed_is_one_line(stage):
 
 
 def test_too_many_failures_can_be_closed_with_what_there_is(stage):
-    stage.servers[0].before = lambda name, folder: (400, {}) if name in ("s15", "s16") else None
+    stage.servers[0].before = lambda name, folder: (400, {}) if name in ORDER[15:17] else None
     assert "2 of 20 samples failed" in stage("--concurrency", 1)
     assert stage("--close") == ""
     counts = manifest_of(stage.folder)["counts"]

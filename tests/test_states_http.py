@@ -20,7 +20,7 @@ from eagle3.stage import UserError
 from eagle3.states_client import Away, Source
 from eagle3.states_server import StatesServer
 from stand_in import StandIn, captured
-from test_extract import Stage, contents, stage  # noqa: F401  stage: a fixture
+from test_extract import ORDER, Stage, contents, stage  # noqa: F401  stage: a fixture
 
 TOKEN = "a-token-of-this-test"
 NAMES = [f"s{number:02d}" for number in range(20)]
@@ -253,7 +253,7 @@ def test_what_arrives_with_another_checksum_is_fetched_and_then_captured_again(r
 def test_a_states_server_that_stays_away_is_one_line(remote):
     port = free_port()
     server = offer(remote.servers[0].folder, port)
-    remote.servers[0].before = lambda name, folder: server.kill() or server.wait() and None if name == "s03" else None
+    remote.servers[0].before = lambda name, folder: server.kill() or server.wait() and None if name == ORDER[3] else None
     said = remote("--states-url", f"http://127.0.0.1:{port}", "--server-wait", 1, "--concurrency", 1)
     assert f"http://127.0.0.1:{port}: away for 1 s. Start scripts/offer_states.py on that host again" in said
     assert remote.quarantine() == {} and landed(remote.folder) == 3

@@ -183,7 +183,9 @@ class Releases:
             cut_torn_line(self.folder / "released.jsonl")
             sync_folder(self.folder)
         sizes, step_of = most_bytes(self.planned.file_tokens, facts), self.planned.step_of
-        saves, least = release_steps(sizes, step_of, plan.total, bound, args.release_share, done)
+        # From the start, wherever a SIGTERM has cut the run: at these steps it evaluates, too
+        (saves, _), (_, least) = (release_steps(sizes, step_of, plan.total, bound, args.release_share, since)
+                                  for since in (0, done))
         self.saves, held = set(saves), int(sizes[step_of > plan.total].sum())
         if least > bound:
             raise UserError(f"{self.folder}: 03's --max-disk-gb {bound / 1e9:g} is too small: validation "
@@ -192,7 +194,8 @@ class Releases:
                             "--val-ratio or --batch-tokens.")
         self.release(done)  # killed between the checkpoint and its release
         process.say(f"bounded {bound / 1e9:,.3f} GB | least that would do {least / 1e9:,.3f} GB | "
-                    f"validation stays: {held / 1e9:,.3f} GB | {len(saves) + 1} releases to come")
+                    f"validation stays: {held / 1e9:,.3f} GB | "
+                    f"{sum(step > done for step in saves) + 1} releases to come")
 
     def refuse_another_output(self, done: int, damaged: str) -> None:
         """Raises UserError where step `done` has not all behind it that earlier processes released."""

@@ -96,12 +96,12 @@ class Extraction:
         gone = self.quarantine.reasons.keys() | (self.room.released.keys() if self.room else set())
         self.placed = Placed(self.folder, len(samples))
         gone |= self.placed.known(samples, journal)
-        self.to_do = [sample for sample in samples if sample.id not in gone and not self.in_place(sample)]
+        to_do = [sample for sample in samples if sample.id not in gone and not self.in_place(sample)]
         self.placed.flush()
         if self.room:
             self.room.poll()  # what went while this looked: its line was written first
-            to_do = [sample for sample in self.to_do if sample.id not in self.room.released]
-            self.to_do = sorted(to_do, key=lambda sample: plan_order(sample.id))
+            to_do = [sample for sample in to_do if sample.id not in self.room.released]
+        self.to_do = sorted(to_do, key=lambda sample: plan_order(sample.id))  # in which 04 --follow trains
         self.samples, self.total = samples, len(samples)
         # The servers write into a folder of this process alone: what an earlier one asked for may still arrive there
         self.name = f"{run_prefix(self.folder, bool(self.sources))}{os.getpid()}-{int(time.time())}"
