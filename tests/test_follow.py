@@ -596,10 +596,9 @@ def test_a_damaged_checkpoint_where_nothing_was_released(toy, in_order, tmp_path
     assert drafter(tmp_path / "output") == in_order
 
 
-@pytest.mark.parametrize("step", [1, 15])
-def test_sigterm_between_releases(toy, in_order, tmp_path, monkeypatch, capsys, step):
-    Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND)
-    arguments, update = toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow"), train.Trainer.update
+def terminated_after(step: int, patch) -> None:
+    """This process gets a SIGTERM when 04 has taken this step."""
+    update = train.Trainer.update
 
     def terminates(self, *args):
         sums = update(self, *args)
@@ -607,8 +606,15 @@ def test_sigterm_between_releases(toy, in_order, tmp_path, monkeypatch, capsys, 
             os.kill(os.getpid(), signal.SIGTERM)
         return sums
 
+    patch.setattr(train.Trainer, "update", terminates)
+
+
+@pytest.mark.parametrize("step", [1, 15])
+def test_sigterm_between_releases(toy, in_order, tmp_path, monkeypatch, capsys, step):
+    Lander(toy / "hidden_states", tmp_path / "data", TOY_BOUND)
+    arguments = toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow")
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "update", terminates)
+        terminated_after(step, patch)
         code, said = stopped(arguments, capsys)
     assert code == 143 and f"terminated after step {step}: checkpoint-{step} is on the disk" in said[-1]
     train.main(arguments)
@@ -620,7 +626,7 @@ def test_sigterm_moves_neither_releases_nor_evaluations(toy, tmp_path, monkeypat
     """With a held-out folder 04 evaluates where it releases: the same steps, wherever the signal fell."""
     monkeypatch.setattr(train, "plot", lambda rows, path: None)
     head = load_file(toy / "target/model.safetensors")["language_model.lm_head.weight"]
-    rng, update, said = np.random.default_rng(8), train.Trainer.update, {}
+    rng, said = np.random.default_rng(8), {}
     held_out = write_hidden_states(tmp_path / "held_out", {f"h{i}": random_sample(30, "tail", head, rng) for i in range(8)})
 
     def followed(name: str):
@@ -636,15 +642,8 @@ def test_sigterm_moves_neither_releases_nor_evaluations(toy, tmp_path, monkeypat
     releases = [row["step"] for row in rows("whole") if "val_accept_length" in row]
     step = releases[1] if at_release else releases[1] + 1
     assert len(releases) > 4 and releases[1] + 1 < releases[2]
-
-    def terminates(self, *args):
-        sums = update(self, *args)
-        if self.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return sums
-
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "update", terminates)
+        terminated_after(step, patch)
         code, arguments = followed("cut")
     assert code == 143 and f"terminated after step {step}" in said["cut"][-1]
     train.main(arguments)
