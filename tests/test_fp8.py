@@ -21,7 +21,7 @@ from eagle3.stage import UserError
 from eagle3.verify import check_data
 from stand_in import let_go
 from test_capture import H, batch, module, rid, wait_for  # noqa: F401  module: a fixture
-from test_extract import contents, damage, restamp, rewrite, stage  # noqa: F401  stage: a fixture
+from test_extract import ORDER, contents, damage, restamp, rewrite, stage  # noqa: F401  stage: a fixture
 from test_extract_faults import CHANGES, speaking  # noqa: F401  speaking: a fixture
 from test_loop import trained
 from train_reference import learnable_samples, write_hidden_states, write_learnable_run
@@ -316,7 +316,7 @@ def test_a_source_that_is_removed_is_in_one_of_both_at_any_time(finished, tmp_pa
 
 def test_a_closed_folder_stays_closed(stage, tmp_path):
     """So that 03 goes on in the converted one where it would in the other."""
-    stage.servers[0].before = lambda name, folder: (400, {}) if name > "s09" else None
+    stage.servers[0].before = lambda name, folder: (400, {}) if name in ORDER[10:] else None
     assert "of 20 samples failed" in stage("--concurrency", 1)
     (stage.folder / "quarantine.jsonl").unlink()
     stage.servers[0].before = lambda name, folder: None
