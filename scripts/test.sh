@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests, on the real SGLang on a CPU.
 #
-#   bash scripts/test.sh                        about 12 minutes on 2 cores; --slow as the first argument adds those of minutes each
+#   bash scripts/test.sh                        11 to 15 minutes on 2 cores; --slow as the first argument adds those of minutes each
 #   bash scripts/test.sh tests/test_vocab.py    any arguments of pytest; -n 0 runs them in one process (for -s, --pdb)
 #
 # TEST_PYTHON names the Python to run them with (default: .venv, made and kept current).
