@@ -257,8 +257,8 @@ def test_few_prompts_hold_the_truth_about_as_often_as_many():
 def test_eight_equal_measurements_of_a_paced_server_hold_one(tmp_path, capsys):
     """05 itself, over HTTP; the two servers' runs differ by 4 % in pace.
 
-    Of eight 95 % intervals seven hold the truth in 94 % of all batches (seen: 9 of 10 batches), so a test asks for less: fewer than five
-    come once in 2,700. How often they hold it is tested above, without a clock."""
+    Seven of eight did in 9 of 10 batches (71 of 80 in all): too seldom to ask it of every run of the tests. Fewer than four come once in
+    2,000 then. How often an interval holds the truth is tested above, without a clock."""
     plain, fast = pair(jitter=0.04, tokens=6)
     held, wide, prompts = 0, [], rows(tmp_path, 8)
     with plain, fast:
@@ -270,7 +270,7 @@ def test_eight_equal_measurements_of_a_paced_server_hold_one(tmp_path, capsys):
             held += low <= 1 <= high
             wide.append(high / low)
             assert len(figures["tok_s_repeats"]) == 2 and (out / "manifest.json").exists()
-    assert held >= 5, (held, wide)
+    assert held >= 4, (held, wide)
     order = [line.split(" finished")[0].split()[-3] for line in capsys.readouterr().out.splitlines()
              if " finished | " in line]
     assert order[:4] == ["plain", "speculative", "speculative", "plain"]
