@@ -71,9 +71,10 @@ class Room:
         self.folder, self.limit, self.journal, self.lock = folder, limit, journal, threading.Lock()
         self.sizes = sizes_in_place(folder)
         self.coming: dict[str, int] = {}  # sent: the most bytes that each can take
-        self.tail, self.released = Tail(folder / "released.jsonl"), read_released(folder)
+        self.tail, self.released = Tail(folder / "released.jsonl"), {}  # {id: checksum}
         self.waiting: str | None = None  # the next sample, while there is no room for it
         self.last_release = time.monotonic()
+        self.poll()
         for sample in samples:  # whose line was damaged, and whose file is gone: from what 04 wrote down
             if sample.id in self.released and sample.id not in journal.rows and sample.id not in journal.redone:
                 journal.add_sample(sample, self.released[sample.id], journal.salvaged.get(sample.id))

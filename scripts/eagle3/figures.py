@@ -185,6 +185,11 @@ def resamples(values: np.ndarray, statistic: Callable) -> np.ndarray | None:
         return statistic(sums.T)
 
 
+def deviations(values: np.ndarray, statistic: Callable) -> np.ndarray:
+    """By how much `resamples` (of enough prompts) lie off the statistic of `values`, as wide as few prompts ask for."""
+    return too_narrow(len(values)) * (resamples(values, statistic) - statistic(values.sum(0)))
+
+
 def resampled(values: np.ndarray, statistic: Callable) -> list[float] | None:
     """95 % bootstrap interval over prompts, of `resamples`."""
     found = resamples(values, statistic)
@@ -231,8 +236,7 @@ def interval_over(values: np.ndarray, statistic: Callable, runs: list[list[float
     drawn from themselves, tell too narrow an interval.
     """
     error, freedom = spread_of_runs(*runs)
-    middle = statistic(values.sum(0))
-    prompts = middle + too_narrow(len(values)) * (resamples(values, statistic) - middle)
+    prompts = statistic(values.sum(0)) + deviations(values, statistic)
     between = error * np.random.default_rng(1).standard_t(freedom, (RUN_DRAWS, len(prompts)))
     return [float(bound) for bound in np.nanpercentile(prompts + between, [2.5, 97.5])]
 
@@ -287,7 +291,7 @@ def tok_s_interval(units: list[dict], runs: list[float], row: list[list[float]])
 
     freedom = sum(len(of) - 1 for of in row)
     error = np.sqrt(sum(float(np.var(np.log(of))) * len(of) for of in row) / freedom / len(runs))
-    prompts = too_narrow(len(values)) * (resamples(values, log_speed) - log_speed(values.sum(0)))
+    prompts = deviations(values, log_speed)
     between = error * np.random.default_rng(1).standard_t(freedom, (RUN_DRAWS, len(prompts)))
     speed = level_figures(units)["tok_s"]
     return [float(speed * np.exp(bound)) for bound in np.nanpercentile(prompts + between, [2.5, 97.5])]
