@@ -14,6 +14,7 @@ from eagle3.stage import UserError, log
 DEFAULT_SWEEP = ["1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,1,6", "3,2,6", "3,4,8", "5,4,16"]  # steps,topk,draft tokens
 REPEATS, REPEATS_OF_SWEEP = 2, 1  # two tell how far runs differ; a sweep first of all ranks its points
 BYTES_PER_TOKEN, BYTES_PER_REQUEST, BYTES_PER_ID = 20, 400, 7  # of raw.jsonl
+WARM_UP, SHORT = 4, 16  # requests before each unit, and at most so many tokens of their answers
 SPARE_FILES = 64  # descriptors besides the streams
 MOST_STEPS, MOST_POINTS = 16, 5  # of --break-even
 # What may differ between a run and its resumption. Files and folders: `inputs` has the hashes of what was read there
@@ -60,7 +61,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         help="measure all N times, the order of the variants turned round each time; one run gives no verdict, as "
              f"two runs of the same differ (default {REPEATS}; of --sweep and --doctor {REPEATS_OF_SWEEP}). May be "
              "raised later")
-    add("--warmup", type=int, default=4, metavar="N", help="unrecorded requests before each level")
+    add("--warmup", type=int, default=WARM_UP, metavar="N", help="unrecorded requests before each level")
     add("--output-dir", type=Path, default=Path("report"), metavar="DIR")
     add("--sweep", action="store_true", help="with --launch: try --sweep-grid and name the best flags of each level")
     add("--adaptive", action="store_true",

@@ -10,10 +10,10 @@ import argparse
 import math
 from dataclasses import dataclass
 
+from eagle3.bench_flags import SHORT, WARM_UP
 from eagle3.contexts import context_tokens
 from eagle3.stage import UserError
 
-WARM_UP, SHORT = 4, 16  # 05's requests before each unit, and the tokens of their answers
 SEVERAL = ("bench_rates", "bench_contexts")  # settings that are lists
 
 

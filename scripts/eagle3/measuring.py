@@ -228,7 +228,7 @@ def warm_up(connection: Connection, prompts: list[dict], streams: int, sampling:
     if not prompts:
         return {"requests": 0, "failed": 0, "wall_s": 0.0}
     first_turns = [{key: value for key, value in prompt.items() if key != "turns"} for prompt in prompts]
-    short = {**sampling, "max_new_tokens": min(16, sampling["max_new_tokens"])}
+    short = {**sampling, "max_new_tokens": min(bench_flags.SHORT, sampling["max_new_tokens"])}
     requests, wall = asyncio.run(run_unit(connection, first_turns, streams, short, label))
     failed = [request["message"] for request in requests if "error" in request]
     if failed:
