@@ -15,7 +15,8 @@ Resume  the same command goes on with the first unit that is not finished; with 
 Words. variant: plain, speculative, one point of --sweep, or one of several drafters. level: requests in flight at a
 time, or requests that arrive a second (--request-rate). unit: all prompts once (of one length of --context), of one
 variant at one level. repeat: all units once, the variants in turned order (plain, speculative, speculative, plain):
-two runs of the same differ by more than their prompts tell, so one repeat gives no verdict.
+two runs of the same differ by more than their prompts tell, so one repeat gives no verdict. A unit in which the server
+stood still, as when it compiles kernels for its first batch of a size, is measured again at once.
 accept_length: 1 + correct drafts / verify steps, summed over requests first, as SGLang counts. A request's last step
 also counts drafts that were right *beyond* the stop token or --max-tokens; accept_length_in_answer leaves those out:
 training can predict it.

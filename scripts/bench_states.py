@@ -26,6 +26,7 @@ from safetensors.torch import save
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "patches")]
 import eagle3_capture_files as capture_files  # noqa: E402
+from eagle3.checked import one_core_each  # noqa: E402
 from eagle3.inputs import read_index  # noqa: E402
 from eagle3.journal import plan_order  # noqa: E402
 from eagle3.quantised import Quantised  # noqa: E402
@@ -90,7 +91,7 @@ def make_folders(source: Path, work: Path, kinds: list[str], share: float) -> di
             if done.returncode:
                 raise UserError(f"{folder}: convert_states.py failed: see above.")
         elif kind == ONE_SCALE and not (folder / "manifest.json").exists():
-            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            with one_core_each(8) as pool:
                 made = list(pool.map(lambda row: with_one_scale(source, folder, manifest, row), rows))
             write_folder(folder, manifest, made)
     return folders

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import load_script
 from train_reference import write_learnable_run, write_mapping
-from eagle3 import check_records, file_stat, trainer
+from eagle3 import check_records, checked, file_stat, trainer
 from eagle3.processes import Process
 from eagle3.stage import UserError
 from eagle3.states import StateFile, sample_path
@@ -189,6 +190,18 @@ def test_a_missing_file_and_another_manifest(run_folder, copied, tmp_path, opene
     opened.again()
     trained(run_folder, copied, tmp_path / "third")
     assert len(opened.keys() - {None}) == 39
+
+
+def test_a_thread_that_checks_computes_alone(run_folder, copied, tmp_path, monkeypatch):
+    """As torch comes, each of them would take all cores: runs side by side checked at a thirtieth of the speed."""
+    check, seen, before = checked.check_sample, [], torch.get_num_threads()
+    monkeypatch.setattr(checked, "check_sample", lambda *args: (seen.append(torch.get_num_threads()), check(*args))[1])
+    try:
+        torch.set_num_threads(3)
+        trained(run_folder, copied, tmp_path / "o")
+        assert seen == [1] * 40 and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_was_written_as_it_was_checked_is_not_trusted(run_folder, copied, tmp_path, opened, monkeypatch):

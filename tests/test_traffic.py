@@ -20,6 +20,8 @@ from eagle3 import gpu_state, load
 from eagle3.bench_prompts import about_requests, load_prompts, render, request_ids
 from eagle3.contexts import Padding, context_tokens
 from eagle3.figures import level_figures, pooled, speed_up
+from eagle3.load import silence
+from eagle3.measuring import stood_still
 from eagle3.report import level_remarks, verdict
 from eagle3.servers import ServerGone
 from eagle3.stage import UserError
@@ -153,6 +155,49 @@ def test_clocks_and_power_limits_of_the_gpus_are_noted(monkeypatch):
 def test_a_gpu_says_what_it_is_held_to():
     found = gpu_state.look(gpu_state.gpus())
     assert found and all(gpu["name"] and gpu["sm_mhz"] > 0 and gpu["power_limit_w"] > 0 for gpu in found)
+
+
+# ---- a server that stands still ----
+def test_the_longest_silence_by_hand():
+    def request(start, times):
+        return {"start_s": start, "times_s": times, "latency_s": times[-1]}
+
+    assert silence([]) == silence([{"error": "no answer before"}]) == 0
+    assert silence([request(1.0, [0.5, 2.0]), request(1.2, [1.0, 1.5])]) == pytest.approx(0.7)  # heard at 1.5, 2.2, 2.7, 3
+    assert silence([request(0.0, [1.0]), request(5.0, [0.5])]) == pytest.approx(1.0)  # in between none was in flight
+    assert silence([request(0.0, [1.0]), {"start_s": 0.5, "error": "timeout", "spent_s": 9.0}]) == pytest.approx(8.5)
+    # one is sent as another is answered: from then on it is waited for
+    assert silence([request(0.0, [1.0]), request(1.0, [3.0])]) == pytest.approx(3.0)
+
+
+def test_a_unit_in_which_the_server_stood_still_is_measured_again(tmp_path, monkeypatch, capsys):
+    """A stall of the first batch, as of kernels that are compiled then, is no property of the variant that met it."""
+    monkeypatch.setattr("eagle3.measuring.STANDSTILL_S", 0.5)
+    plain, fast = pair()
+    asked = []
+
+    def answer(ids):
+        asked.append(ids)
+        if len(asked) == 3:  # two are the warm-up's
+            time.sleep(1.5)
+        return [7] * 8
+
+    plain.answer = answer
+    with plain, fast:
+        assert not bench.main([*flags(plain, fast, rows(tmp_path), tmp_path / "r"), "--warmup", "2", "--concurrency", "1"])
+    units = [json.loads(line) for line in (tmp_path / "r/raw.jsonl").read_text().splitlines() if '"kind":"unit"' in line]
+    first = [unit["first_try"] for unit in units if "first_try" in unit]
+    assert len(first) == 1 and first[0]["silent_s"] > 1.4 and units[0]["first_try"] == first[0] and units[0]["wall_s"] < 1.4
+    assert "note: plain c1 r0: for 1.5 of" in capsys.readouterr().out
+    assert report_of(tmp_path / "r")["stood_still"] == 1
+    assert "1 of 4 units were measured again" in (tmp_path / "r/report.md").read_text()
+
+
+def test_prompts_that_take_long_to_read_are_no_standstill():
+    requests = [{"start_s": 0.0, "times_s": [4.0, 4.5], "latency_s": 4.5}]
+    result = {"wall_s": 4.5, "warmup": {"silent_s": 3.9}}
+    assert not stood_still(requests, result) and stood_still(requests, result | {"warmup": {"silent_s": 0.1}})
+    assert not stood_still(requests, result | {"warmup": {"silent_s": 0.1}, "wall_s": 60.0})  # little of all
 
 
 # ---- several drafters ----

@@ -35,7 +35,8 @@ class Follow:
         self.plan, self.planned = plan, plan.planned
         self.head, self.draft_ids = head.to(process.device, process.dtype), inputs.draft_ids.to(process.device)
         self.norm, self.workers = inputs.target.final_norm(), max(1, args.num_workers)
-        self.pool = ThreadPoolExecutor(self.workers)
+        alone = (torch.set_num_threads, (1,)) if process.device.type == "cuda" else ()  # as checked.one_core_each says
+        self.pool = ThreadPoolExecutor(self.workers, "check", *alone)
         self.journal, self.quarantine_size = Tail(self.folder / "landed.jsonl"), 0
         self.fresh = {}  # {position: checksum}: landed, but the file was not seen yet
         self.failed = set()  # positions of what is in quarantine

@@ -212,6 +212,23 @@ async def run_unit(connection: Connection, prompts: list[dict], streams: int, sa
             for name, record in zip(request_ids(prompt), sending.records[number])], wall
 
 
+def silence(requests: list[dict]) -> float:
+    """The longest time, in seconds, in which some of a unit's requests were in flight and nothing came of any."""
+    events = []
+    for record in requests:
+        if "start_s" in record:
+            sent, spent = record["start_s"], record.get("latency_s", record.get("spent_s", 0.0))
+            events += [(sent, 1), *((sent + at, 0) for at in record.get("times_s", ())), (sent + spent, -1)]
+    longest, flying, heard = 0.0, 0, 0.0
+    for at, change in sorted(events):
+        if flying and change < 1:
+            longest = max(longest, at - heard)
+        if not flying or change < 1:
+            heard = at
+        flying += change
+    return longest
+
+
 def progress_line(label: str, done: list[dict], total: int, spent: float) -> str:
     answers = [record for record in done if "error" not in record]
     accept = acceptance(answers)

@@ -8,7 +8,8 @@
 `level` is a number of streams, or a rate of arrivals as text ("2.5/s"); requests and unit of prompts that were padded
 to a length also have "context" ("8k"). A request says when it was sent (`start_s`, and `due_s` where it arrives), how
 long it took to fail (`spent_s`), in a later turn its `prompt_ids`, and the `question` that several prompts share; a
-unit has "warmup", "emptied" (the server's cache of prompts was) and "gpus" (gpu_state.look). Older reports lack these.
+unit has "warmup", "emptied" (the server's cache of prompts was), "gpus" (gpu_state.look) and, where it was measured
+again since the server had stood still, "first_try". Older reports lack these.
 
 All but the requests end in "sha256": of the line without it, after the lines of the requests that it closes. Older
 reports have none.

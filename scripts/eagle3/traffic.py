@@ -195,8 +195,8 @@ def add_traffic(report: dict, measured: Measured, prompts: list[dict], drafters:
                 with_groups: bool) -> None:
     """To what report.build_report made: "rates", "contexts", "groups", "gpus", "drafters", and goodput by level.
 
-    Also "not_emptied": units whose server kept its cache of prompts. drafters: the variants of --draft-path. Groups are
-    many where sources are: not for a report amid a run.
+    Also "not_emptied": units whose server kept its cache of prompts, "stood_still": those that were measured again.
+    drafters: the variants of --draft-path. Groups are many where sources are: not for a report amid a run.
     """
     contexts, slo, config = contexts_of(prompts), Slo.of(report["config"]), report["config"]
     units = pooled(measured.units, contexts)
@@ -220,7 +220,8 @@ def add_traffic(report: dict, measured: Measured, prompts: list[dict], drafters:
         "contexts": {context: {"levels": rows([unit for unit in measured.units if unit.get("context") == context])}
                      for context in contexts if context},
         "groups": {}, "drafters": {}, "gpus": gpu_report(measured.units),
-        "not_emptied": sum(unit.get("emptied") is False for unit in measured.units)}
+        "not_emptied": sum(unit.get("emptied") is False for unit in measured.units),
+        "stood_still": sum("first_try" in unit for unit in measured.units)}
     for level in sorted_levels(units):
         of = at_level(units, level, variants)
         if with_groups and (groups := group_rows(of, prompts)):

@@ -136,12 +136,14 @@ def gpu_remarks(gpus: dict | None) -> list[str]:
 
 
 def warm_up_remark(report: dict) -> str:
-    config, kept = report["config"], report.get("not_emptied")
+    config, kept, again = report["config"], report.get("not_emptied"), report.get("stood_still")
     return (f"Apart from the figures, before each unit: {config.get('warmup', 0)} short requests to warm up, and the "
             "server's cache of prompts emptied"
             + (f" (it refused before {kept} of {report['units_done']} units: their TTFT may be that of prompts that it "
                "knew)" if kept else "")
-            + ". Each request was sent once; one that failed is counted, not retried.")
+            + ". Each request was sent once; one that failed is counted, not retried."
+            + (f" {again} of {report['units_done']} units were measured again, since the server had stood still in "
+               "them (the log says how long)." if again else ""))
 
 
 # ---- chapters ----
