@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 sys.path.insert(0, str(ROOT / "patches"))  # eagle3_capture finds its other half there, as with --forward-hooks
 from eagle3.stage import UserError  # noqa: E402
-from preloaded_sglang import Preloaded  # noqa: E402
+import preloaded  # noqa: E402
 
 TINY_KIMI = ROOT / "scripts" / "tiny_kimi"
 CAPTURE_LAYERS = [2, 4, 6]  # the tiny target has 8 layers
@@ -48,8 +48,8 @@ def load_script(name: str):
 
 def run_script(name: str, *args, env=None, timeout=600) -> subprocess.CompletedProcess:
     """A numbered script as its users run it: a process of its own, output redirected."""
-    return subprocess.run([sys.executable, "-u", str(ROOT / f"{name}.py"), *map(str, args)], cwd=ROOT, timeout=timeout,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}, text=True, capture_output=True)
+    return preloaded.run([sys.executable, "-u", ROOT / f"{name}.py", *args], timeout, cwd=ROOT,
+                         env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})})
 
 
 def run_here(name: str, *args) -> subprocess.CompletedProcess:
@@ -116,8 +116,8 @@ def patched_sglang(tmp_path_factory):
 
 
 @functools.cache
-def preloaded(python_path: str) -> Preloaded:
-    return Preloaded(python_path)
+def sglang(python_path: str) -> preloaded.Preloaded:
+    return preloaded.Preloaded("sglang", python_path)
 
 
 class Engine:
@@ -137,12 +137,12 @@ class Engine:
         self.start()
 
     def start(self):
-        if self.cold:
-            with open(self.log, "ab") as out:
-                self.process = subprocess.Popen([sys.executable, str(ROOT / "scripts/cpu_engine/serve.py"), *self.argv], stdin=subprocess.DEVNULL,
-                                                stdout=out, stderr=out, env=self.env, start_new_session=True)
-        else:
-            self.process = preloaded(self.env.get("PYTHONPATH", "")).start(self.argv, self.env, self.log)
+        with open(self.log, "ab") as out:
+            kept = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "env": self.env, "start_new_session": True}
+            if self.cold:
+                self.process = subprocess.Popen([sys.executable, str(ROOT / "scripts/cpu_engine/serve.py"), *self.argv], **kept)
+            else:
+                self.process = sglang(self.env.get("PYTHONPATH", "")).popen(self.argv, **kept)
         deadline = time.monotonic() + 180
         while True:
             try:

@@ -20,6 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+import preloaded
 from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, post, run_script
 from eagle3 import gpu_state, load
 from eagle3.answers import program_of, run_program
@@ -754,8 +755,8 @@ def workplace(tmp_path_factory):
 
 def start(config: Path) -> subprocess.Popen:
     argv = [sys.executable, "-u", str(ROOT / "05_benchmark.py"), "--config", str(config)]
-    return subprocess.Popen(argv, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    return preloaded.popen(argv, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                           env={**os.environ, "HF_HUB_OFFLINE": "1"})
 
 
 def wait_for(process: subprocess.Popen, words: str) -> list[str]:

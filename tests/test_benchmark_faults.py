@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, run_here, run_script
+from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, free_port, load_script, run_here
 from eagle3 import bench_flags, binding, charts, masking, plots, stage
 from eagle3.doctor import Facts, examine
 from eagle3.endpoints import read_key, split_login
@@ -76,7 +76,8 @@ def test_code_of_a_tokenizer_runs_only_when_it_is_asked_for(tmp_path):
         done = run_here("05_benchmark", *argv)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--trust-remote-code" in done.stderr, done.stderr
         assert not marker.exists() and server.asked == 0
-        done = run_script("05_benchmark", *argv, "--trust-remote-code", env={"HF_MODULES_CACHE": str(tmp_path / "cache")})
+        done = subprocess.run([sys.executable, ROOT / "05_benchmark.py", *map(str, argv), "--trust-remote-code"], text=True,
+                              capture_output=True, env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "cache")})
         assert done.returncode == 0, done.stderr
         assert marker.exists() and server.asked == 6
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, load_script, post, preloaded
+from conftest import CAPTURE_LAYERS, ROOT, TINY_KIMI, Engine, free_port, load_script, post, sglang
 from eagle3.states import StateFile, check_header, check_ids, facts_token_bytes
 from eagle3.verify import check_data
 from stand_in import capture_hash
@@ -376,7 +376,9 @@ def test_radix_cache_is_refused_in_words(patched_sglang, tmp_path):
     port, capture = free_port(), tmp_path / "capture"
     env = {**os.environ, "PYTHONPATH": str(patched_sglang), **capture_into(capture),
            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
-    server = preloaded(str(patched_sglang)).start(["--model-path", str(TINY_KIMI), "--port", str(port)], env, tmp_path / "log")
+    with open(tmp_path / "log", "wb") as log:
+        server = sglang(str(patched_sglang)).popen(["--model-path", TINY_KIMI, "--port", port], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                                   start_new_session=True)
     try:
         deadline = time.monotonic() + 300
         while True:

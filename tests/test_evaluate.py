@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import preloaded
 from conftest import ROOT, free_port, load_script
 from train_reference import one_thread, write_learnable_run, write_mapping  # noqa: F401
 from eagle3.acceptance import Sampled, predicted
@@ -305,7 +306,7 @@ def test_two_ranks_expect_of_sampled_serving_what_one_does(toy, tmp_path):
     call(*argv, "--output-dir", tmp_path / "one", "--grad-accum", 2)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(),
                ROOT / "04_train.py", *argv, "--output-dir", tmp_path / "two"]
-    done = subprocess.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    done = preloaded.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = (json.loads((tmp_path / name / "best/eagle3.json").read_text())["prediction"] for name in ("one", "two"))

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eagle3.stage
+import preloaded
 from conftest import CAPTURE_LAYERS, ONE_AT_A_TIME, ROOT, TINY_KIMI, Engine, free_port, load_script
 from eagle3 import extraction, verify as verifying
 from eagle3.api import discover
@@ -78,7 +79,7 @@ def command(*argv) -> list[str]:
 def extract(*argv, code=0, process=False):
     """03 with `argv` as `arguments` takes them, in this process or in one of its own; checks how it ends."""
     if process:
-        done = subprocess.run(command(*argv), text=True, capture_output=True, timeout=400, cwd=ROOT)
+        done = preloaded.run(command(*argv), timeout=400, cwd=ROOT)
     else:
         done = extract_here(arguments(*argv))
     assert done.returncode == code, (done.returncode, done.stdout[-2000:], done.stderr[-2000:])
@@ -204,7 +205,7 @@ def killed(kill: Kill, responses, server, capture_dir, folder: Path, *more) -> N
     """One run of 03 with this fault. A server that died alone is started again; 03, which goes on, is stopped."""
     argv = [sys.executable, "-u", "-c", FAULT, kill.point, str(kill.count), str(server.process.pid), kill.victims,
             *arguments(responses, folder, server.url, capture_dir, *more)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    process = preloaded.popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     if kill.victims == "server":
         said = next((line for line in process.stdout if "is away" in line), None)
         assert said, "it ended without missing the server"
@@ -473,7 +474,7 @@ def test_two_processes_on_one_folder(stage):
     asked, go_on = threading.Event(), threading.Event()
     stage.servers[0].before = lambda sample_id, folder: asked.set() or go_on.wait(60) and None
     here = stage.responses, stage.folder, stage.servers[0].url, stage.incoming
-    first = subprocess.Popen(command(*here), stdout=subprocess.DEVNULL, cwd=ROOT)
+    first = preloaded.popen(command(*here), stdout=subprocess.DEVNULL, cwd=ROOT)
     assert asked.wait(60)
     assert "another process is writing there" in extract(*here, code=2, process=True).stderr
     go_on.set()

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import preloaded
 from conftest import ONE_AT_A_TIME, ROOT, TINY_KIMI, free_port, load_script, run_script
 from train_reference import random_sample, write_hidden_states, write_mapping, write_target
 from eagle3.bounded import Releases, release_steps
@@ -95,7 +96,7 @@ def run(extracted, tmp_path_factory):
     for name, place in (("incoming", "incoming"), ("responses", "responses"), ("unbounded", "hidden_states")):
         (root / name).symlink_to(extracted / place)
     write_mapping(root / "vocab_mapping", np.arange(0, 2048, 2), json.loads((TINY_KIMI / "config.json").read_text())["text_config"]["vocab_size"])
-    subprocess.run(train_command(root, root / "unbounded", root / "output", "--order", "plan"), check=True, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL)
+    preloaded.run(train_command(root, root / "unbounded", root / "output", "--order", "plan"), check=True, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL)
     return root
 
 
@@ -123,10 +124,10 @@ def clean(run):
 def test_bounded_gives_the_same_drafter_and_manifests(run, server, clean):
     commands = bounded(run, server.url)
     with watched(run / "hidden_states", BOUND_GB * 1e9):
-        first = subprocess.Popen(commands[0], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        first = preloaded.popen(commands[0], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         while not (run / "hidden_states").exists():
             time.sleep(0.05)
-        second = subprocess.run(commands[1], cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+        second = preloaded.run(commands[1], cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
         out, _ = first.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (0, 0), out + second.stdout
     total = sum(path.stat().st_size for path in (run / "unbounded").glob("??/*"))
@@ -142,7 +143,7 @@ def test_bounded_gives_the_same_drafter_and_manifests(run, server, clean):
     assert "released" in second.stdout and "GB | released" in out
     counts = [json.loads((run / name / "manifest.json").read_text())["counts"] for name in ("followed", "output")]
     assert counts[0] == counts[1]
-    again = subprocess.run(commands[0], cwd=ROOT, capture_output=True, text=True)
+    again = preloaded.run(commands[0], cwd=ROOT, capture_output=True, text=True)
     assert "complete already" in again.stdout and again.returncode == 0
 
 
@@ -158,7 +159,7 @@ def test_killed_at_any_time_both_end_in_the_same(run, server, clean, seed):
 
     def start(which: int) -> None:
         with open(logs[which], "a") as log:
-            running[which] = subprocess.Popen(commands[which], cwd=ROOT, env=ENV, stdout=log, stderr=log)
+            running[which] = preloaded.popen(commands[which], cwd=ROOT, env=ENV, stdout=log, stderr=log)
 
     for log in logs:
         log.unlink(missing_ok=True)
@@ -194,7 +195,7 @@ def test_03_does_not_extract_released_samples_again(run, server, clean, monkeypa
         for row in rows[:40]:
             file.write(json.dumps({"id": row["id"], "checksum": row["checksum"]}) + "\n")
         file.write('{"id": "p1')  # torn by a kill of 04
-    done = subprocess.run(extract_command(run, server.url, "--max-disk-gb", 1), cwd=ROOT, capture_output=True, text=True)
+    done = preloaded.run(extract_command(run, server.url, "--max-disk-gb", 1), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"in place {SAMPLES - 20} " in done.stdout and "to do 20 " in done.stdout  # lost is not released
     assert written(folder) == written(run / "unbounded") and len(list(folder.glob("??/*"))) == SAMPLES - 40
@@ -203,7 +204,7 @@ def test_03_does_not_extract_released_samples_again(run, server, clean, monkeypa
 def test_03_waits_for_room_and_says_so(run, server, clean):
     """No 04 is there: 03 fills the bound and no more, and goes on when room is made."""
     commands, folder = bounded(run, server.url), run / "hidden_states"
-    process = subprocess.Popen(commands[0], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = preloaded.popen(commands[0], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in process.stdout:
         if "waiting for 04_train.py --follow to release" in line:
             break
@@ -212,11 +213,11 @@ def test_03_waits_for_room_and_says_so(run, server, clean):
     assert 10 < landed == len(list(folder.glob("??/*"))) < SAMPLES
     process.kill()
     process.communicate()
-    small = subprocess.run(bounded(run, server.url, 1e-5)[0], cwd=ROOT, capture_output=True, text=True)
+    small = preloaded.run(bounded(run, server.url, 1e-5)[0], cwd=ROOT, capture_output=True, text=True)
     assert small.returncode == 2 and len(small.stderr.splitlines()) == 1 and "alone takes" in small.stderr
-    verify = subprocess.run([*commands[0], "--verify"], cwd=ROOT, capture_output=True, text=True)
+    verify = preloaded.run([*commands[0], "--verify"], cwd=ROOT, capture_output=True, text=True)
     assert verify.returncode == 2 and len(verify.stderr.splitlines()) == 1
-    other = subprocess.run(extract_command(run, server.url), cwd=ROOT, capture_output=True, text=True)
+    other = preloaded.run(extract_command(run, server.url), cwd=ROOT, capture_output=True, text=True)
     assert other.returncode == 2 and "bounded: True there, None now" in other.stderr
 
 
@@ -404,7 +405,7 @@ def test_two_ranks_follow_as_one(toy, tmp_path):
     Lander(toy / "hidden_states", tmp_path / "one", TOY_BOUND)
     train.main(toy_arguments(toy, tmp_path / "one", tmp_path / "output1", "--follow", "--grad-accum", 2, "--dtype", "float64"))
     Lander(toy / "hidden_states", tmp_path / "two", TOY_BOUND)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "04_train.py"),
+    done = preloaded.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "04_train.py"),
                            *toy_arguments(toy, tmp_path / "two", tmp_path / "output2", "--follow", "--dtype", "float64")], env=ENV, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = (load_file(checkpoints(tmp_path / name)[-1][1] / "training_state/state.safetensors") for name in ("output1", "output2"))
@@ -659,7 +660,7 @@ def test_sigterm_while_03_is_silent_and_while_its_end_is_awaited(toy, in_order, 
     lander.bound = 0  # 03 stops here
 
     def terminated(when: str) -> str:
-        process = subprocess.Popen([sys.executable, "-u", str(ROOT / "04_train.py"), *toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow")],
+        process = preloaded.popen([sys.executable, "-u", str(ROOT / "04_train.py"), *toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow")],
                                    env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         said = [next(line for line in process.stdout if when in line)]
         for _ in range(2):

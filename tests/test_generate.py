@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from api_server import ApiServer, CountingProxy, Reply, chat
+import preloaded
 from conftest import ROOT, TINY_KIMI, load_script, post
 from eagle3 import stage, store
 from eagle3.api import Retry, Service, read_chat, read_native, retry_after
@@ -334,9 +335,9 @@ def test_instant_mode_and_text_apis(tmp_path, capsys, tokenizer):
 # ---- exactly once: kills, torn lines, two processes, full disks
 
 def start(argv: list, log: Path, **more) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-u", str(ROOT / "01_generate.py"), *map(str, argv)], cwd=ROOT,
-                            stdout=open(log, "ab"), stderr=subprocess.STDOUT,
-                            env={**os.environ, "HF_HUB_OFFLINE": "1"}, **more)
+    begin = subprocess.Popen if more else preloaded.popen
+    return begin([sys.executable, "-u", str(ROOT / "01_generate.py"), *map(str, argv)], cwd=ROOT, stdout=open(log, "ab"),
+                 stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, **more)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+import preloaded
 from conftest import ROOT, free_port
 from test_train_faults import ends
 from train_reference import random_sample, write_hidden_states, write_mapping, write_target
@@ -75,7 +76,7 @@ def ranks(*argvs: list[str], env=None) -> list[subprocess.Popen]:
     """A rank each, the only one of its host, as torchrun would start it."""
     shared = {**ENV, **(env or {}), "WORLD_SIZE": str(len(argvs)), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": str(free_port())}
-    return [subprocess.Popen([sys.executable, "-c", NOTED, *argv], env=shared | {"RANK": str(rank)}, text=True,
+    return [preloaded.popen([sys.executable, "-c", NOTED, *argv], env=shared | {"RANK": str(rank)}, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank, argv in enumerate(argvs)]
 
 

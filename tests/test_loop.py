@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import preloaded
 from conftest import ROOT, free_port, load_script
 from train_reference import (learnable_samples, one_thread, random_sample, write_hidden_states,  # noqa: F401
                              write_learnable_run, write_mapping, write_target)
@@ -360,7 +361,7 @@ def test_two_ranks_over_several_folders_equal_one(toy, tmp_path, undrawn):
     trained(toy, tmp_path / "one", "--grad-accum", 2, *flags)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(),
                ROOT / "04_train.py", *arguments(toy, tmp_path / "two", *flags)]
-    done = subprocess.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+    done = preloaded.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     steps = [line for line in done.stdout.splitlines() if re.search(r" step \d+/", line) and "tok/s" in line]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
+import preloaded
 from conftest import ROOT, TINY_KIMI, free_port, load_script, run_here, run_script
 from eagle3 import gpu_state, load
 from eagle3.bench_prompts import about_requests, load_prompts, render, request_ids
@@ -351,8 +352,8 @@ def test_rates_beside_levels_with_goodput(tmp_path, capsys):
         found = report_of(tmp_path / "r")
         assert list(found["levels"]) == ["1"] and list(found["rates"]) == ["40/s", "80/s"]
         row = found["rates"]["40/s"]
-        good = row["speculative"]["goodput"]  # all of it on a machine that does nothing else
-        assert row["plain"]["goodput"]["share"] == 0 and good["share"] >= 0.8 and good["difference"] == good["share"]
+        good, bad = row["speculative"]["goodput"], row["plain"]["goodput"]  # all and none on a machine that does nothing else
+        assert bad["share"] <= 0.2 and good["share"] >= 0.8 and good["difference"] == pytest.approx(good["share"] - bad["share"])
         assert row["speculative"]["speed_up"] > 1.3 and row["speculative"]["interval"]
         assert row["plain"]["late_s"] < 0.2 and 15 < row["plain"]["offered_s"] < 110
         assert found["levels"]["1"]["speculative"]["goodput"]["share"] >= 0.8
@@ -609,7 +610,7 @@ def test_killed_in_the_middle_of_each_new_kind_of_unit_it_goes_on(tmp_path, toke
             "--base-url", one.url, other.url, "--baseline-url", plain.url, "--draft-path", *drafters, "--prompts", path,
             "--turns", 2, "--context", 40, 60, "--request-rate", 200, "--concurrency", 2, "--thinking", "on", "off",
             "--max-tokens", 16, "--warmup", 1, "--repeats", 1, "--output-dir", tmp_path / "r"]))
-        process = subprocess.Popen([sys.executable, "-u", str(ROOT / "05_benchmark.py"), *argv], text=True,
+        process = preloaded.popen([sys.executable, "-u", str(ROOT / "05_benchmark.py"), *argv], text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         said = []
         for line in process.stdout:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import preloaded
 from conftest import ROOT, free_port, load_script, run_script
 from train_reference import learnable_samples, one_thread, random_sample, ttt_losses, write_hidden_states, write_index, write_mapping, write_sample, write_target  # noqa: F401
 from eagle3.batches import Sample, collate, pack, plan_epoch, split_samples
@@ -342,9 +343,9 @@ def test_killed_three_times_equals_unbroken(run_folder, unbroken, tmp_path):
     output = tmp_path / "output"
     command = [str(ROOT / "04_train.py"), *map(str, arguments(run_folder, output, *UNBROKEN))]
     for name, call, left in (("save_file", 2, "checkpoint-4.tmp"), ("make_best", 1, "checkpoint-4"), ("replace_folder", 2, "checkpoint-8.tmp")):
-        killed = subprocess.run([sys.executable, "-c", DIES_AT, name, str(call), *command], env={**os.environ, **ENV}, capture_output=True, text=True)
+        killed = preloaded.run([sys.executable, "-c", DIES_AT, name, str(call), *command], env={**os.environ, **ENV}, capture_output=True, text=True)
         assert killed.returncode == -signal.SIGKILL and (output / left).exists(), killed.stderr
-    done = subprocess.run([sys.executable, *command], env={**os.environ, **ENV}, capture_output=True, text=True)
+    done = preloaded.run([sys.executable, *command], env={**os.environ, **ENV}, capture_output=True, text=True)
     assert done.returncode == 0 and "resume" in done.stdout, done.stderr
     assert contents(output) == contents(wanted)
 
@@ -364,7 +365,7 @@ def test_two_ranks_equal_one(run_folder, tmp_path):
     trained(run_folder, tmp_path / "one", "--grad-accum", 2, "--dtype", "float64", "--noise-std", 0.05)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "04_train.py"),
                *map(str, arguments(run_folder, tmp_path / "two", "--dtype", "float64", "--noise-std", 0.05))]
-    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=300)
+    done = preloaded.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     steps = checkpoints(tmp_path / "one")[-1][0]
     one, two = (load_file(tmp_path / name / f"checkpoint-{steps}/training_state/state.safetensors") for name in ("one", "two"))

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+import preloaded
 from conftest import ROOT, free_port, load_script
 from train_reference import random_sample, write_hidden_states, write_index, write_mapping, write_sample, write_target
 from eagle3 import batches, checked, checkpoints, file_stat, loader, patience
@@ -526,7 +527,7 @@ def wait_seconds(seconds):
 def ranks(toy: Path, output: Path, *more, what="pass", before="pass") -> list[subprocess.Popen]:
     """Two ranks that torchrun did not start, so that nobody ends one because of the other."""
     shared = {**ENV, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [subprocess.Popen([sys.executable, "-c", HAPPENS, what, before, str(ROOT / "04_train.py"), *argv(toy, output, *more)],
+    return [preloaded.popen([sys.executable, "-c", HAPPENS, what, before, str(ROOT / "04_train.py"), *argv(toy, output, *more)],
                              env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
 
 
