@@ -5,7 +5,6 @@ A start of 04 takes 3 seconds of processor time for the import of torch alone, o
 any other, with its own arguments, environment, folder, output and signals, and a child of the tests; it has none of the
 project's own modules yet.
 """
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -19,14 +18,16 @@ import runpy
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import types
 from pathlib import Path
 
 SERVE = Path(__file__).resolve().parent.parent / "scripts/cpu_engine/serve.py"
 # What a numbered script imports, of others' packages, some of it late, and what faults that are planted in it do
+# (transformers would bring in Triton, whose binding names all that is frozen below as leaks)
 PACKAGES = ("aiohttp", "matplotlib.pyplot", "numpy", "openai", "pynvml", "pytest", "safetensors.torch", "torch",
-            "torch.distributed.run", "tqdm", "transformers.models.auto.tokenization_auto", "yaml")
+            "torch.distributed.run", "tqdm", "yaml")
 MOST = 1 << 17  # bytes of an order
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -51,12 +52,12 @@ class Copy(subprocess.Popen):
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
                        shell, *rest):
+        assert not (preexec_fn or pass_fds or shell), "not of a copy: take subprocess.Popen"
         ends, (*_, new_session, _) = rest[:6], rest  # of the pipes: (stdin read, write, stdout ..., stderr ...)
-        out = 1 if ends[3] == -1 else ends[3]
-        places = [0 if ends[0] == -1 else ends[0], out, 2 if ends[5] == -1 else ends[5]]
-        order = {"argv": list(map(str, args)), "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env),
-                 "new_session": bool(new_session)}
-        with adopting():
+        places = [own if end == -1 else end for own, end in enumerate((ends[0], ends[3], ends[5]))]
+        order = {"argv": list(map(str, args)), "cwd": str(cwd or os.getcwd()),
+                 "env": dict(os.environ if env is None else env), "new_session": bool(new_session)}
+        with self.preloaded.lock, adopting():
             socket.send_fds(self.preloaded.socket, [json.dumps(order).encode()], places)
             told = self.preloaded.socket.recv(100)
         assert told, "what is preloaded could not be imported: see above"
@@ -72,6 +73,7 @@ class Preloaded:
 
     def __init__(self, what: str, python_path: str = ""):
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.lock = threading.Lock()  # an order and its answer
         env = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
         with theirs:
             self.process = subprocess.Popen([sys.executable, "-u", __file__, what, str(theirs.fileno())], env=env,
@@ -89,8 +91,11 @@ def scripts() -> Preloaded:
 
 
 def popen(command: list, **more) -> Copy:
-    """As subprocess.Popen; command: this Python and what it shall do. What is read as Python starts (PYTHON* variables,
-    -B) and as a package is imported (HF_HOME) is that of the tests."""
+    """As subprocess.Popen; command: this Python and what it shall do.
+
+    What is read while Python starts (PYTHON* variables, -B) and while a package is imported (HF_HOME) is that of the
+    tests.
+    """
     python, *args = command
     assert python == sys.executable
     return scripts().popen(args[args[0] == "-u":], **more)
@@ -201,7 +206,6 @@ def main(what: str, fd: int) -> None:
             os._exit(0)  # at once: all that was imported would be taken down piece by piece
         if fork_twice(mine):
             mine.close()
-            atexit.register(gc.unfreeze)  # or Triton's binding would name all that is left as leaks
             order = json.loads(data)
             become(order, fds, added)
             return enter(order["argv"])
