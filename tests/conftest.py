@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on a CPU; must be set before anything imports triton
@@ -33,6 +34,7 @@ from eagle3.stage import UserError  # noqa: E402
 import preloaded  # noqa: E402
 
 TINY_KIMI = ROOT / "scripts" / "tiny_kimi"
+SAVEFIG, Figure.savefig = Figure.savefig, preloaded.undrawn
 CAPTURE_LAYERS = [2, 4, 6]  # the tiny target has 8 layers
 
 
@@ -86,6 +88,13 @@ def post(url: str, body: dict, timeout=300) -> dict | list:
 
 def sglang_package() -> Path:
     return Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
+
+
+@pytest.fixture(autouse=True)
+def drawn(request, monkeypatch):
+    """Pictures are drawn in tests marked so."""
+    if request.node.get_closest_marker("drawn"):
+        monkeypatch.setattr(Figure, "savefig", SAVEFIG)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import queue
 import random
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time

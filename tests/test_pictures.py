@@ -382,6 +382,7 @@ def test_a_text_chart_by_hand():
 
 
 # ---- files ----
+@pytest.mark.drawn
 def test_pngs_of_odd_names_are_drawn(tmp_path):
     report = poisoned(full_report(), "$\\frac{1}$ 摘要\x00")
     drawn, failed = draw_plots(report, tmp_path)
