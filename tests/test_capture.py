@@ -67,8 +67,9 @@ def text_model(folder: Path, target: Path):
     weights = load_file(target / "model.safetensors")
     save_file({name.removeprefix("language_model."): tensor.float() for name, tensor in weights.items()
                if name.startswith("language_model.")}, folder / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
-                                                 experts_implementation="eager")
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
+                                                       experts_implementation="eager", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for module in model.modules():
         # transformers builds q_a_layernorm and kv_a_layernorm with 1e-6, SGLang with the config's
         if hasattr(module, "variance_epsilon"):

@@ -306,7 +306,7 @@ def test_two_ranks_expect_of_sampled_serving_what_one_does(toy, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(),
                ROOT / "04_train.py", *argv, "--output-dir", tmp_path / "two"]
     done = preloaded.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=300)
+                         timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = (json.loads((tmp_path / name / "best/eagle3.json").read_text())["prediction"] for name in ("one", "two"))
     assert one["accept_length"] == two["accept_length"] and len(one["samples"]) == 20

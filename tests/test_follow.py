@@ -406,7 +406,7 @@ def test_two_ranks_follow_as_one(toy, tmp_path):
     train.main(toy_arguments(toy, tmp_path / "one", tmp_path / "output1", "--follow", "--grad-accum", 2, "--dtype", "float64"))
     Lander(toy / "hidden_states", tmp_path / "two", TOY_BOUND)
     done = preloaded.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "04_train.py"),
-                           *toy_arguments(toy, tmp_path / "two", tmp_path / "output2", "--follow", "--dtype", "float64")], env=ENV, capture_output=True, text=True, timeout=200)
+                          *toy_arguments(toy, tmp_path / "two", tmp_path / "output2", "--follow", "--dtype", "float64")], env=ENV, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = (load_file(checkpoints(tmp_path / name)[-1][1] / "training_state/state.safetensors") for name in ("output1", "output2"))
     for name in one:
@@ -661,7 +661,7 @@ def test_sigterm_while_03_is_silent_and_while_its_end_is_awaited(toy, in_order, 
 
     def terminated(when: str) -> str:
         process = preloaded.popen([sys.executable, "-u", str(ROOT / "04_train.py"), *toy_arguments(toy, tmp_path / "data", tmp_path / "output", "--follow")],
-                                   env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                                  env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         said = [next(line for line in process.stdout if when in line)]
         for _ in range(2):
             process.send_signal(signal.SIGTERM)

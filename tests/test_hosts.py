@@ -77,7 +77,7 @@ def ranks(*argvs: list[str], env=None) -> list[subprocess.Popen]:
     shared = {**ENV, **(env or {}), "WORLD_SIZE": str(len(argvs)), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": str(free_port())}
     return [preloaded.popen([sys.executable, "-c", NOTED, *argv], env=shared | {"RANK": str(rank)}, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank, argv in enumerate(argvs)]
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank, argv in enumerate(argvs)]
 
 
 def contents(folder: Path) -> dict[str, str]:

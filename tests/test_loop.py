@@ -369,7 +369,7 @@ def test_two_ranks_over_several_folders_equal_one(toy, tmp_path, undrawn):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(),
                ROOT / "04_train.py", *arguments(toy, tmp_path / "two", *flags)]
     done = preloaded.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, timeout=300)
+                         text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     steps = [line for line in done.stdout.splitlines() if re.search(r" step \d+/", line) and "tok/s" in line]
     assert steps and all(re.search(r" \| rank wait \d+% \| eta", line) for line in steps)

@@ -4,9 +4,10 @@ import random
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from conftest import TINY_KIMI, load_script, run_here
+from test_capture import text_model
 from tiny_target.architecture import build_model
 from tiny_target.facts import trim
 
@@ -20,8 +21,8 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY_KIMI)
 
 
-def config(folder=TINY_KIMI):
-    return json.loads((folder / "config.json").read_text())
+def config():
+    return json.loads((TINY_KIMI / "config.json").read_text())
 
 
 # ---- tokenizer ----
@@ -112,20 +113,15 @@ def test_folder_is_small_and_its_prompts_are_usable(tokenizer):
         assert row["messages"][-1]["role"] == "user"
 
 
-def text_model(folder, tmp_path):
-    """(transformers' model of a folder's text part in float32, what it says of the loading)."""
-    from transformers import DeepseekV3ForCausalLM
-    prefix = "language_model."
-    tensors = {name[len(prefix):]: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.startswith(prefix)}
-    tmp_path.mkdir(exist_ok=True)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(config(folder)["text_config"]))
-    return DeepseekV3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
-
-
 def test_transformers_loads_the_text_model(tokenizer, tmp_path):
     """Every tensor of the text model is there and no other; the loss of a trained turn is far below chance (log 2432 = 7.8)."""
-    model, info = text_model(TINY_KIMI, tmp_path)
+    from transformers import DeepseekV3ForCausalLM
+    prefix = "language_model."
+    tensors = {name[len(prefix):]: tensor for name, tensor in load_file(TINY_KIMI / "model.safetensors").items() if name.startswith(prefix)}
+    from safetensors.torch import save_file
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config()["text_config"]))
+    model, info = DeepseekV3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     prompt = render(tokenizer, [{"role": "user", "content": "What does `math.perm` do?"}], thinking=False)
     prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, "`math.perm` is a function of `math`.\n\n"))
@@ -141,8 +137,8 @@ def test_deep_kimi_computes_what_tiny_kimi_does(tmp_path):
     ids = torch.arange(300, 340)[None]
     found = []
     for folder, layers in ((TINY_KIMI, 8), (tmp_path / "deep", 11)):
-        model, info = text_model(folder, tmp_path / f"text{layers}")
-        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")) and len(model.model.layers) == layers
+        model = text_model(tmp_path / f"text{layers}", folder)
+        assert len(model.model.layers) == layers
         with torch.no_grad():
             found.append(model(ids).logits)
     assert torch.equal(*found)

@@ -528,7 +528,7 @@ def ranks(toy: Path, output: Path, *more, what="pass", before="pass") -> list[su
     """Two ranks that torchrun did not start, so that nobody ends one because of the other."""
     shared = {**ENV, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [preloaded.popen([sys.executable, "-c", HAPPENS, what, before, str(ROOT / "04_train.py"), *argv(toy, output, *more)],
-                             env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+                            env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
 
 
 def ends(processes: list[subprocess.Popen], timeout=120) -> list[tuple[int, str, str]]:

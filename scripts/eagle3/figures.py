@@ -89,9 +89,14 @@ def gaps_of(record: dict) -> list[float]:
     return gaps
 
 
+def seconds_of(record: dict) -> float:
+    """How long a request was in flight, answered or failed."""
+    return record.get("latency_s", record.get("spent_s", 0.0))
+
+
 def in_flight(units: list[dict]) -> float:
     """Requests in flight, the mean over time."""
-    busy = sum(record.get("latency_s", record.get("spent_s", 0.0)) for unit in units for record in unit["requests"])
+    busy = sum(seconds_of(record) for unit in units for record in unit["requests"])
     return busy / sum(unit["wall_s"] for unit in units)
 
 

@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 
 from eagle3.bench_prompts import request_ids
-from eagle3.figures import acceptance
+from eagle3.figures import acceptance, seconds_of
 from eagle3.servers import ServerGone
 from eagle3.stage import bar, log
 
@@ -217,7 +217,7 @@ def silence(requests: list[dict]) -> float:
     events = []
     for record in requests:
         if "start_s" in record:
-            sent, spent = record["start_s"], record.get("latency_s", record.get("spent_s", 0.0))
+            sent, spent = record["start_s"], seconds_of(record)
             events += [(sent, 1), *((sent + at, 0) for at in record.get("times_s", ())), (sent + spent, -1)]
     longest, flying, heard = 0.0, 0, 0.0
     for at, change in sorted(events):

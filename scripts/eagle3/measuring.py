@@ -188,20 +188,21 @@ def meet(bench: Benchmark, variant: str, url: str) -> None:
 def measure_unit(bench: Benchmark, unit: Unit, url: str) -> None:
     """Measure; once more where the server stood still meanwhile. Raises UserError, ServerGone."""
     requests, result = measure_once(bench, unit, url)
-    if stood_still(requests, result):
-        silent = {"wall_s": result["wall_s"], "silent_s": round(silence(requests), 3)}
-        log(f"note: {unit}: for {silent['silent_s']:.1f} of {silent['wall_s']:.1f} s nothing came from the server, as "
-            "when it compiles kernels for its first batch of a size. Measured again")
+    if silent := stood_still(requests, result):
+        first = {"wall_s": result["wall_s"], "silent_s": round(silent, 3)}
+        log(f"note: {unit}: for {silent:.1f} of {first['wall_s']:.1f} s nothing came from the server, as when it "
+            "compiles kernels for its first batch of a size. Measured again")
         requests, result = measure_once(bench, unit, url)
-        result["first_try"] = silent
+        result["first_try"] = first
     simulated.check({**unit.row(), **result, "requests": requests}, bench.endpoints)
     bench.measured.add_unit(unit.row(), result, requests)
 
 
-def stood_still(requests: list[dict], result: dict) -> bool:
-    """Whether nothing came for much longer than the warm-up's prompts took to read, and for much of the unit's time."""
-    return silence(requests) > max(STANDSTILL_S, STANDSTILL_SHARE * result["wall_s"],
-                                   STANDSTILL_TIMES * result["warmup"]["silent_s"])
+def stood_still(requests: list[dict], result: dict) -> float:
+    """Seconds in which nothing came, where that is far more than in the warm-up and much of the unit's time; else 0."""
+    silent = silence(requests)
+    usual = max(STANDSTILL_S, STANDSTILL_SHARE * result["wall_s"], STANDSTILL_TIMES * result["warmup"]["silent_s"])
+    return silent if silent > usual else 0.0
 
 
 def measure_once(bench: Benchmark, unit: Unit, url: str) -> tuple[list[dict], dict]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from eagle3.bench_prompts import about_requests, contexts_of
 from eagle3.figures import (FEWEST_PROMPTS, FEWEST_RUNS, acceptance, answered, interval_over, level_figures, pooled,
-                            prompt_of, speed_up)
+                            prompt_of, seconds_of, speed_up)
 from eagle3.measured import Measured
 from eagle3.report import level_rows
 
@@ -99,8 +99,7 @@ def queue(units: list[dict]) -> dict | None:
     """
     lengths = []
     for unit in units:
-        spans = [(r["start_s"], r["start_s"] + r.get("latency_s", r.get("spent_s", 0.0))) for r in unit["requests"]
-                 if "due_s" in r]
+        spans = [(r["start_s"], r["start_s"] + seconds_of(r)) for r in unit["requests"] if "due_s" in r]
         if spans:
             seen = [sum(begin <= at < end for begin, end in spans) for at in sorted(begin for begin, _ in spans)]
             quarters = np.array_split(seen, 4) if len(seen) >= 4 else [seen] * 4
